@@ -1,0 +1,58 @@
+"""Headloom: more attention heads from the same parameters, and an honest account of whether they paid.
+
+    import headloom as hl
+    attn = hl.attention("iha", hidden_size=256, num_heads=8, num_kv_heads=2, pseudo_heads=4)
+    out_BTD = attn(x_BTD)
+
+Names are loaded when first used: `import headloom` itself is light. After it, transformers' `AutoConfig` and
+`AutoModelForCausalLM` know saved headloom models.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from headloom import _hook
+
+# what each name is for type checkers; `_PLACES` says where it is loaded from
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from headloom.attention import Attention, Maps, make_config, maps, mechanisms, register
+    from headloom.attention import build as attention
+    from headloom.bench.cost import cost
+    from headloom.core.errors import HeadloomError, RunError
+    from headloom.hf import build_model, graft, parameter_groups
+    from headloom.lab.compare import compare
+    from headloom.ops.cache import Cache
+    from headloom.ops.masks import Causal, Dense, Documents, Padding, Window
+
+_PLACES = {
+    **dict.fromkeys(("Attention", "Maps", "maps", "make_config"), ("headloom.attention", None)),
+    **dict.fromkeys(("mechanisms", "register"), ("headloom.attention", None)),
+    "cost": ("headloom.bench.cost", None),
+    **dict.fromkeys(("HeadloomError", "RunError"), ("headloom.core.errors", None)),
+    **dict.fromkeys(("build_model", "graft", "parameter_groups"), ("headloom.hf", None)),
+    "compare": ("headloom.lab.compare", None),
+    "Cache": ("headloom.ops.cache", None),
+    **dict.fromkeys(("Causal", "Dense", "Documents", "Padding", "Window"), ("headloom.ops.masks", None)),
+}
+
+__all__ = ["attention", *_PLACES, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name == "attention":  # the subpackage, which can be called
+        return importlib.import_module("headloom.attention")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'headloom' has no attribute '{name}'")
+    module, attribute = _PLACES[name]
+    return getattr(importlib.import_module(module), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+_hook.install()

@@ -1,0 +1,119 @@
+"""Floor 2: the attention contract and one file a mechanism. The folder is walked; nothing lists the names.
+
+The module itself can be called, `headloom.attention("iha", hidden_size=256, num_heads=8)`: it is `build`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import sys
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from headloom.attention.config import AttentionConfig
+from headloom.attention.contract import Attention, Maps
+from headloom.core.config import check_names
+from headloom.core.errors import HeadloomError
+from headloom.core.registry import Registry
+
+
+@dataclasses.dataclass(frozen=True)
+class MechanismInfo:
+    """What the registry knows of a mechanism: its name, title, paper, one line, module and config classes."""
+
+    name: str
+    title: str
+    paper: str
+    summary: str
+    cls: type[Attention]
+    config_cls: type[AttentionConfig]
+
+
+_MECHANISMS: Registry[MechanismInfo] = Registry("mechanism")
+
+
+def register(cls: type[Attention]) -> type[Attention]:
+    """Register a mechanism class. Files in this folder are registered by being there; others may call it."""
+    if not (inspect.isclass(cls) and issubclass(cls, Attention)):
+        raise TypeError(f"a mechanism is a subclass of headloom.attention.Attention, not {cls!r}")
+    lines = {key: getattr(cls, key, None) for key in ("name", "title", "paper", "summary")}
+    for key, line in lines.items():
+        if not isinstance(line, str) or not line:
+            raise TypeError(f"mechanism {cls.__name__} needs a text as its class attribute '{key}'")
+    known = _MECHANISMS.get(cls.name) if cls.name in _MECHANISMS else None
+    if known is None or known.cls is not cls:
+        _MECHANISMS.add(cls.name, MechanismInfo(**lines, cls=cls, config_cls=cls.config_cls))  # type: ignore[arg-type]
+    return cls
+
+
+def _register_module(module: ModuleType) -> None:
+    for item in vars(module).values():
+        if inspect.isclass(item) and issubclass(item, Attention) and "name" in vars(item):
+            register(item)
+
+
+for _found in pkgutil.iter_modules(__path__):
+    _register_module(importlib.import_module(f"{__name__}.{_found.name}"))
+
+
+def mechanisms() -> dict[str, MechanismInfo]:
+    """All registered mechanisms by name.
+
+    >>> mechanisms()["iha"].paper
+    'arXiv:2602.21371'
+    """
+    return dict(sorted(_MECHANISMS.items()))
+
+
+def make_config(name: str, **options: Any) -> AttentionConfig:
+    """The config of the mechanism `name`; unknown names and options are refused with the near ones."""
+    config_cls = _MECHANISMS[name].config_cls
+    check_names(config_cls, options)
+    missing = [field for field in ("hidden_size", "num_heads") if field not in options]
+    if missing:
+        raise HeadloomError(f"{name} needs {' and '.join(missing)}")
+    return config_cls(**options)
+
+
+def build_from_config(config: AttentionConfig, layer_index: int = 0) -> Attention:
+    """The module that a config describes."""
+    for info in _MECHANISMS.values():
+        if type(config) is info.config_cls:
+            return info.cls(config, layer_index)
+    raise TypeError(f"no registered mechanism takes a {type(config).__name__}")
+
+
+def maps(attention: Attention, x_BTD: Tensor, **call: Any) -> Maps:
+    """Every attention pattern of one layer, and the effective per-token map: `Attention.maps`."""
+    return attention.maps(x_BTD, **call)
+
+
+def build(name: str, **options: Any) -> Attention:
+    """An attention module: `attention("iha", hidden_size=256, num_heads=8, pseudo_heads=4)`."""
+    return build_from_config(make_config(name, **options))
+
+
+class _Callable(ModuleType):
+    def __call__(self, name: str, **options: Any) -> Attention:
+        return build(name, **options)
+
+
+sys.modules[__name__].__class__ = _Callable
+
+__all__ = [
+    "Attention",
+    "AttentionConfig",
+    "Maps",
+    "MechanismInfo",
+    "build",
+    "build_from_config",
+    "make_config",
+    "maps",
+    "mechanisms",
+    "register",
+]

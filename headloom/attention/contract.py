@@ -1,0 +1,274 @@
+"""The contract: the dataflow of attention, written once.
+
+    project -> remember -> heads -> simulate -> rotate -> score -> merge -> output
+
+A mechanism is one file with a config and a subclass that overrides only the steps in which it differs. The steps:
+
+    project  x (B, T, D) -> q (B, H, T, K), k (B, G, T, K), v (B, G, T, V)              by the base
+    write    k, v of this call's tokens -> the slots a cache remembers
+    queries  q -> the queries scored
+    read     all slots remembered -> the keys and values scored
+    score    -> (B, heads, T, V)
+    merge    the scored heads -> (B, H, T, V)
+    output   concatenate heads, o_proj -> (B, T, D)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from headloom.attention.bases import BASES, PROJECTIONS
+from headloom.attention.config import AttentionConfig
+from headloom.core.errors import HeadloomError
+from headloom.ops import blocks
+from headloom.ops.cache import Cache, Seen
+from headloom.ops.masks import Mask, Visibility, expand_pseudo, sort_rules
+from headloom.ops.mixing import Mix
+from headloom.ops.rotary import Rotary, rotate
+from headloom.ops.scores import attend
+from headloom.ops.tokens import cover, place
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Maps:
+    """What an attention does to tokens.
+
+    patterns: every attention pattern (B, heads, T, S): the base's heads, sas' E simulated heads, iha's heads over
+        pseudo-tokens (B, H, T P, S P), or its H P pairs when paired, head-major. Rows sum to 1 (0: sees nothing).
+    effective: the per-token map (B, H, G, T, S) with out_h = sum_g effective[h, g] v_g over the base's values; sas'
+        values are not linear in the base's, so there it is (B, H, T, S), the mean over a head's simulated copies;
+        None where the merge is not linear.
+    """
+
+    patterns: Tensor
+    effective: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """One call, ready to be scored."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visibility: Visibility
+
+
+class Attention(nn.Module):
+    """Base of all mechanisms: plain grouped-query attention, out = concat_h(softmax(q_h k_g^T scale) v_g) W_O.
+
+    `layer_index` tells the cache (and mechanisms whose constants depend on depth) which layer this is.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    summary: ClassVar[str]
+    config_cls: ClassVar[type[AttentionConfig]] = AttentionConfig
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def __init__(self, config: AttentionConfig, layer_index: int = 0):
+        super().__init__()
+        if not isinstance(config, self.config_cls):
+            raise TypeError(f"{type(self).__name__} takes a {self.config_cls.__name__}, not {type(config).__name__}")
+        self.config: Any = config
+        self.layer_index = layer_index
+        self.base = BASES[config.base]
+        self.rotary = None
+        if config.rope_theta is not None:
+            assert config.rotary_dim is not None
+            self.rotary = Rotary(config.rope_theta, config.rotary_dim, config.rope_scaling)
+        self.base.build(self)
+        self.o_proj = PROJECTIONS[config.projection](self.merged_width, config.hidden_size, bias=config.out_bias)
+        self.build_heads()
+        if not self.o_proj.weight.is_meta:
+            self.reset_parameters()
+
+    # What a mechanism may override ------------------------------------------------------------------------------
+
+    #: pseudo-tokens per token (P of iha) and whether they are causal among themselves
+    pseudo: int = 1
+    virtual: bool = False
+
+    @property
+    def merged_width(self) -> int:
+        """Width that o_proj reads."""
+        return self.config.num_heads * self.config.value_dim
+
+    def build_heads(self) -> None:
+        """Create the modules that simulate heads."""
+
+    def reset_heads(self) -> None:
+        """Initialise what `build_heads` created; a graft calls it and keeps the base's weights.
+
+        Where o_proj reads more than the base gives, the base's weights stand in its first columns; spread them here.
+        """
+
+    def cache_slots(self) -> dict[str, tuple[int, int]]:
+        """Slots of one token: name -> (heads, width)."""
+        c = self.config
+        return {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.value_dim)}
+
+    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.base.project(self, x_BTD)
+
+    def write(self, k_BGTK: Tensor, v_BGTV: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
+        return {"k": self.turn_early(k_BGTK, positions_BT), "v": v_BGTV}
+
+    def queries(self, q_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
+        return self.turn(q_BHTK, positions_BT, length)
+
+    def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
+        return self.turn_late(seen.slots["k"], seen.positions_BS, length), seen.slots["v"]
+
+    def merge(self, out_BHTV: Tensor) -> Tensor:
+        return out_BHTV
+
+    def effective_map(self, patterns: Tensor) -> Tensor | None:
+        """The per-token map that the patterns (B, H, T, S) amount to; see `Maps`."""
+        c = self.config
+        serves = torch.arange(c.num_heads, device=patterns.device)[:, None] // c.group
+        serves = serves == torch.arange(c.num_kv_heads, device=patterns.device)
+        return torch.einsum("bhts,hg->bhgts", patterns, serves.to(patterns.dtype))
+
+    # The dataflow ------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        *,
+        mask: Mask | None = None,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        update_cache: bool = True,
+    ) -> Tensor:
+        """Attend: (B, T, D) -> (B, T, D).
+
+        Args:
+            mask: a predicate (`Causal`, `Window`, `Documents`, `Padding`, `Dense`, joined by `&`); it is joined with
+                the config's own causality and window and never loosens them.
+            positions: ints (T,) or (B, T); they only rotate. Where they restart they open a new document, unless
+                document ids are given. Default: the places after the cached tokens.
+            padding: bool, True = real, (B, T) or, over the cached tokens too, (B, S). Padding sees nothing (output
+                o_proj(0)) and is not seen.
+            documents: ints (T,), (B, T) or (B, S); tokens see their own document only.
+            cache: tokens seen before, extended by this call unless `update_cache=False`.
+        """
+        call = self._prepare(x_BTD, mask, positions, padding, documents, cache, update_cache)
+        return self.output(self.merge(self.score(call.q, call.k, call.v, call.visibility)))
+
+    def _prepare(
+        self,
+        x_BTD: Tensor,
+        mask: Mask | None = None,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        update_cache: bool = True,
+    ) -> _Call:
+        c = self.config
+        if x_BTD.dim() != 3 or x_BTD.shape[-1] != c.hidden_size:
+            raise HeadloomError(f"the input must have shape (B, T, {c.hidden_size}), not {tuple(x_BTD.shape)}")
+        B, T, _ = x_BTD.shape
+        rules = sort_rules(mask, causal=c.causal, window=c.window)
+        padding = rules.padding if padding is None else padding
+        documents = rules.documents if documents is None else documents
+        past = 0 if cache is None else cache.length(self.layer_index)
+        held = None if cache is None else cache.held(self.layer_index)
+        positions, documents = place(
+            B, T, x_BTD.device, past=past, held=held, positions=positions, padding=padding, documents=documents
+        )
+        q, k, v = self.project(x_BTD)
+        seen = Seen(self.write(k, v, positions), positions, documents)
+        if cache is not None:
+            seen = (cache.append if update_cache else cache.peek)(self.layer_index, seen)
+        S = next(iter(seen.slots.values())).shape[2]
+        length = None
+        if self.rotary is not None and self.rotary.length_dependent:
+            length = int(seen.positions_BS.max()) + 1
+        visibility = Visibility.of(rules, T, S, cover(seen.documents_BS, padding, B, S), x_BTD.device)
+        return _Call(self.queries(q, positions, length), *self.read(seen, length), visibility)
+
+    def score(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+        c = self.config
+        return attend(
+            q,
+            k,
+            v,
+            visibility,
+            scale=self._scale(q),
+            pseudo=self.pseudo,
+            virtual=self.virtual,
+            kind=c.score,
+            softcap=c.softcap,
+            dropout=c.dropout if self.training else 0.0,
+        )
+
+    def output(self, out_BHTV: Tensor) -> Tensor:
+        return self.o_proj(out_BHTV.transpose(1, 2).flatten(2))
+
+    def _scale(self, q: Tensor) -> float:
+        return self.config.scale if self.config.scale is not None else 1 / math.sqrt(q.shape[-1])
+
+    # Rotation ----------------------------------------------------------------------------------------------------
+
+    def tables(self, positions: Tensor, x: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
+        """cos and sin for the rotated features of x at `positions`."""
+        assert self.rotary is not None
+        return self.rotary.tables(positions, x.dtype, length=length)
+
+    def turn(self, x_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
+        if self.rotary is None:
+            return x_BHTK
+        return rotate(x_BHTK, self.tables(positions_BT, x_BHTK, length))
+
+    def turn_early(self, k: Tensor, positions_BT: Tensor) -> Tensor:
+        """Rotate before remembering, unless the frequencies change as the sequence grows."""
+        if self.rotary is None or self.rotary.length_dependent:
+            return k
+        return self.turn(k, positions_BT, None)
+
+    def turn_late(self, k: Tensor, positions_BS: Tensor, length: int | None) -> Tensor:
+        """Rotate what `turn_early` had to leave."""
+        return self.turn(k, positions_BS, length) if length is not None else k
+
+    # Around it ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def maps(self, x_BTD: Tensor, **call: Any) -> Maps:
+        """Every attention pattern and the effective per-token map (`Maps`); arguments as `forward`."""
+        ready = self._prepare(x_BTD, **{**call, "update_cache": False})
+        visible = expand_pseudo(
+            ready.visibility.dense(device=x_BTD.device), ready.visibility.past, self.pseudo, self.virtual
+        )
+        c = self.config
+        patterns = blocks.weigh(ready.q, ready.k, visible, self._scale(ready.q), kind=c.score, softcap=c.softcap)
+        return Maps(patterns, self.effective_map(patterns))
+
+    def no_decay(self) -> list[str]:
+        """Parameters (named from this module) that take no weight decay besides norms and biases: the mixes."""
+        return [f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Mix)]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """PyTorch's defaults for projections and norms, then the mechanism's own initialisation."""
+        for module in self.modules():
+            if module is not self and isinstance(module, nn.Linear | nn.Conv1d | nn.RMSNorm):
+                module.reset_parameters()
+        self.reset_heads()
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v!r}" for k, v in self.config.to_dict().items())

@@ -1,0 +1,247 @@
+"""Interleaved Head Attention. arXiv:2602.21371.
+
+Pseudo-heads are learned mixes of all heads, interleaved in the sequence; a head gets up to P^2 patterns.
+
+1. Mix (paper): q~_{h,p} = sum_m q_mix[h,p,m] q_m, k~_{h,p} = sum_g k_mix[h,p,g] k_g, v~ likewise. Static weights
+   q_mix (H,P,H), k_mix and v_mix (H,P,G) over the head axis only. G < H is ours; the paper has G = H.
+2. Interleave (paper): token n becomes the pseudo-tokens (n,0) .. (n,P-1); each head attends over T*P of them.
+3. Rotate after mixing. phase "virtual" (paper): pseudo p of position n stands at n P + p; "token" (ours): at n.
+4. Softmax attention per head. order "virtual" (paper: causal on the expanded sequence): (n,p) sees (n',p') iff
+   n' P + p' <= n P + p; "token" (ours): iff n' <= n. Windows, documents and padding are stated in real tokens.
+5. Collapse. "full" (paper's definition): o_h = sum_{g,p} out_mix[h,g,p] o~_{g,p}; "head" (paper's algorithm box):
+   o_h = sum_p out_mix[h,p] o~_{h,p}; "mean": the mean over p, no parameter.
+6. Concatenate, W_O.
+
+interaction "paired" is the other published reading: H*P independent heads, pseudo-query p meets only pseudo-key p,
+collapse "mean", phase "token", order without meaning.
+
+Extra parameters H P (H + 2 G), and H^2 P for collapse full (H P for head). The attention core costs P^2 times mha's
+(paired: P times). Cache per token: the base's G (K + V), mixed on reading (ours), or "expanded": P H (K + V).
+
+Initialisation (ours; the paper is silent). A graft must keep the function, and pseudo-heads must not stay copies.
+"identity": q_mix and k_mix the identity for every p, v_mix identity + e with sum_p e = 0, out_mix identity / P + c with
+sum_p c = 0; exact with order and phase "token". "carrier": the last pseudo-query is the identity and the only one
+collapsed, pseudo-query p < P-1 of head h reads head (h+1+p) mod H; exact with phase "token" in both orders.
+"normal": N(0, 0.02). e, c ~ N(0, init_std), centred; for collapse "head" c's is at least 1/P, so that both signs occur.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from headloom.attention.config import AttentionConfig, need
+from headloom.attention.contract import Attention
+from headloom.ops.cache import Seen
+from headloom.ops.mixing import Mix, mix_heads
+from headloom.ops.rotary import rotate
+
+NORMAL_STD = 0.02  # of init="normal", the published paired form's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IHAConfig(AttentionConfig):
+    """As `AttentionConfig`, and:
+
+    Args:
+        pseudo_heads: P (None: H, as the paper; the attention core then costs H^2 times mha's).
+        interaction: "interleaved", or "paired" (one to one).
+        order: "virtual" or "token" (above, 4). phase: "virtual" or "token" (3; None: virtual, or token when paired).
+        collapse: "full", "head" or "mean" (5; None: full, or mean when paired).
+        init: "identity", "carrier" or "normal". init_std: of the perturbations that tell pseudo-heads apart.
+        cache: "base" remembers the base's keys and values, "expanded" the mixed ones.
+    """
+
+    pseudo_heads: int | None = None
+    interaction: Literal["interleaved", "paired"] = "interleaved"
+    order: Literal["virtual", "token"] = "virtual"
+    phase: Literal["virtual", "token"] | None = None
+    collapse: Literal["full", "head", "mean"] | None = None
+    init: Literal["identity", "carrier", "normal"] = "identity"
+    init_std: float = 0.3
+    cache: Literal["base", "expanded"] = "base"
+
+    bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        paired = self.interaction == "paired"
+        self._fill("pseudo_heads", self.num_heads)
+        self._fill("phase", "token" if paired else "virtual")
+        self._fill("collapse", "mean" if paired else "full")
+        P = self.pseudo_heads or 0
+        need(P >= 1, f"pseudo_heads must be at least 1, not {P}")
+        need(self.init_std >= 0, f"init_std must be at least 0, not {self.init_std}")
+        if paired:
+            need(self.collapse == "mean", f"interaction 'paired' collapses by 'mean', not '{self.collapse}'")
+            need(self.phase == "token", f"interaction 'paired' has phase 'token', not '{self.phase}'")
+            need(
+                self.init != "carrier",
+                "init 'carrier' needs collapse 'full' or 'head'; paired takes identity or normal",
+            )
+        elif self.collapse == "mean":
+            need(
+                self.init == "normal" or P == 1,
+                f"collapse 'mean' with init '{self.init}' would keep the pseudo-queries equal for ever: "
+                "use init 'normal', or collapse 'full' or 'head'",
+            )
+        if self.init == "carrier":
+            need(
+                self.phase == "token" or self.rope_theta is None,
+                "init 'carrier' needs phase 'token' (or no rotary), not 'virtual'",
+            )
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> Self:
+        return super().tiny(**{"pseudo_heads": 3, **changes})
+
+    @classmethod
+    def graft_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        if given.get("interaction") == "paired":
+            return {"init": "identity"}
+        return {"order": "token", "phase": "token", "init": "carrier"}
+
+    @property
+    def exact(self) -> bool:
+        if self.init == "normal":
+            return False
+        if self.pseudo_heads == 1 or self.interaction == "paired":
+            return True
+        unturned = self.phase == "token" or self.rope_theta is None
+        return unturned and (self.init == "carrier" or self.order == "token" or not self.causal)
+
+
+class IHA(Attention):
+    """Interleaved Head Attention: P pseudo-heads per head, interleaved in the sequence."""
+
+    name = "iha"
+    title = "Interleaved Head Attention"
+    paper = "arXiv:2602.21371"
+    summary = "pseudo-heads that mix all heads, interleaved in the sequence: P^2 patterns a head"
+    config_cls = IHAConfig
+
+    def build_heads(self) -> None:
+        c = self.config
+        H, G, P = c.num_heads, c.num_kv_heads, c.pseudo_heads
+        self.paired = c.interaction == "paired"
+        self.pseudo = 1 if self.paired else P
+        self.virtual = c.causal and c.order == "virtual" and not self.paired
+        self.q_mix, self.k_mix, self.v_mix = Mix(H, P, H), Mix(H, P, G), Mix(H, P, G)
+        if c.collapse != "mean":
+            self.out_mix = Mix(*((H, H, P) if c.collapse == "full" else (H, P)))
+
+    @torch.no_grad()
+    def reset_heads(self) -> None:
+        c = self.config
+        H, P = c.num_heads, c.pseudo_heads
+        mixes = [self.q_mix, self.k_mix, self.v_mix, *([self.out_mix] if c.collapse != "mean" else [])]
+        if c.init == "normal":
+            for mix in mixes:
+                mix.weight.normal_(0, NORMAL_STD)
+            return
+        heads = torch.eye(H, device=self.q_mix.weight.device, dtype=self.q_mix.weight.dtype)
+        base = heads.reshape(H, c.num_kv_heads, c.group).sum(-1)  # 1 at g = h // (H / G)
+        self.q_mix.weight.copy_(heads[:, None].expand(H, P, H))
+        self.k_mix.weight.copy_(base[:, None].expand_as(self.k_mix.weight))
+        _zero_sum(self.v_mix.weight, c.init_std, axis=1)
+        self.v_mix.weight.add_(base[:, None])
+        if c.init == "carrier":
+            for p in range(P - 1):
+                self.q_mix.weight[:, p] = heads.roll(-1 - p, dims=0)  # head h reads head (h + 1 + p) mod H
+            last = torch.eye(P, device=heads.device, dtype=heads.dtype)[P - 1]
+            self.out_mix.weight.copy_(heads[..., None] * last if c.collapse == "full" else last.expand(H, P))
+        elif c.collapse != "mean":
+            # a mix over one head's pseudo-queries must have some negative weights, or it only averages
+            std = c.init_std if c.collapse == "full" else max(c.init_std, 1 / P)
+            _zero_sum(self.out_mix.weight, std, axis=-1)
+            self.out_mix.weight.add_((heads[..., None] if c.collapse == "full" else 1) / P)
+
+    def cache_slots(self) -> dict[str, tuple[int, int]]:
+        c = self.config
+        heads = c.num_kv_heads if c.cache == "base" else c.num_heads * c.pseudo_heads
+        return {"k": (heads, c.head_dim), "v": (heads, c.value_dim)}
+
+    # Steps -------------------------------------------------------------------------------------------------------
+    # Rotation by a token's position commutes with mixing: base keys are rotated (and cached) at n P, or n, and the
+    # extra turn by p, constant in n, is applied to what was mixed.
+
+    def queries(self, q_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
+        q = self.turn(q_BHTK, self._stand(positions_BT), self._stand(length))
+        return self._split(self._extra_turn(self._mix(self.q_mix, q), self._stand(length)))
+
+    def write(self, k_BGTK: Tensor, v_BGTV: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
+        k = self.turn_early(k_BGTK, self._stand(positions_BT))
+        if self.config.cache == "base":
+            return {"k": k, "v": v_BGTV}
+        k = self._mix(self.k_mix, k)
+        if self.rotary is None or not self.rotary.length_dependent:
+            k = self._extra_turn(k, None)
+        return {"k": k, "v": self._mix(self.v_mix, v_BGTV)}
+
+    def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
+        k, v = seen.slots["k"], seen.slots["v"]
+        k = self.turn_late(k, self._stand(seen.positions_BS), self._stand(length))
+        if self.config.cache == "base":
+            k, v = self._mix(self.k_mix, k), self._mix(self.v_mix, v)
+            k = self._extra_turn(k, self._stand(length))
+        elif length is not None:
+            k = self._extra_turn(k, self._stand(length))
+        return self._split(k), self._split(v)
+
+    def merge(self, out_BHTV: Tensor) -> Tensor:
+        c = self.config
+        if self.paired:
+            return out_BHTV.unflatten(1, (c.num_heads, c.pseudo_heads)).mean(2)
+        out = out_BHTV.unflatten(2, (-1, c.pseudo_heads))  # (B, H, T, P, V)
+        if c.collapse == "mean":
+            return out.mean(3)
+        if c.collapse == "head":
+            return (out * self.out_mix.weight[:, None, :, None].to(out.dtype)).sum(3)
+        weight = self.out_mix.weight.transpose(1, 2).flatten(1)  # (H, P H)
+        return mix_heads(weight, out.permute(0, 3, 1, 2, 4).flatten(1, 2))
+
+    def _mix(self, mix: Mix, x_BHTK: Tensor) -> Tensor:
+        """(B, P H, T, K), pseudo-heads outermost, as `_split` wants them; heads outermost when paired."""
+        weight = mix.weight.flatten(0, 1) if self.paired else mix.weight.transpose(0, 1).flatten(0, 1)
+        return mix_heads(weight, x_BHTK)
+
+    def _split(self, x_BXTK: Tensor) -> Tensor:
+        """(B, P H, T, K) -> (B, H, T P, K): the interleaving, a view of the (B, T, P H, K) memory of a mix."""
+        if self.paired:
+            return x_BXTK
+        return x_BXTK.transpose(1, 2).unflatten(2, (self.pseudo, -1)).flatten(1, 2).transpose(1, 2)
+
+    def _stand(self, positions: Any) -> Any:
+        """Where a token's first pseudo-token stands (and how long the sequence then is)."""
+        virtual = self.config.phase == "virtual"
+        return positions * self.config.pseudo_heads if virtual and positions is not None else positions
+
+    def _extra_turn(self, x_BXTK: Tensor, length: int | None) -> Tensor:
+        c = self.config
+        if self.rotary is None or c.phase == "token" or c.pseudo_heads == 1:
+            return x_BXTK
+        places = torch.arange(c.pseudo_heads, device=x_BXTK.device).repeat_interleave(c.num_heads)
+        cos, sin = self.rotary.tables(places, x_BXTK.dtype, length=length, factor=False)
+        return rotate(x_BXTK, (cos[None, :, None], sin[None, :, None]))
+
+    def effective_map(self, patterns: Tensor) -> Tensor | None:
+        """M[h,m,n,n'] = sum_{g,p,p'} out_mix[h,g,p] A_g[(n,p),(n',p')] v_mix[g,p',m]; out_h = sum_m M[h,m] v_m."""
+        c = self.config
+        P, v_mix = c.pseudo_heads, self.v_mix.weight.to(patterns.dtype)
+        if self.paired:
+            return torch.einsum("bhpts,hpm->bhmts", patterns.unflatten(1, (-1, P)), v_mix) / P
+        A = patterns.unflatten(-1, (-1, P)).unflatten(2, (-1, P))  # (B, H, T, P, S, P)
+        if c.collapse == "full":
+            return torch.einsum("hgp,bgtpsq,gqm->bhmts", self.out_mix.weight.to(A.dtype), A, v_mix)
+        weight = A.new_full((c.num_heads, P), 1 / P) if c.collapse == "mean" else self.out_mix.weight
+        return torch.einsum("hp,bhtpsq,hqm->bhmts", weight.to(A.dtype), A, v_mix)
+
+
+def _zero_sum(weight: Tensor, std: float, axis: int) -> None:
+    """N(0, std), centred so that it sums to zero over the pseudo-heads."""
+    weight.normal_(0, std)
+    weight.sub_(weight.mean(axis, keepdim=True))

@@ -1,0 +1,51 @@
+"""The command line: `headloom compare`, `headloom list`, `headloom cost`.
+
+Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headloom.cli.compare import compare
+from headloom.cli.cost import cost
+from headloom.cli.list import list_mechanisms
+
+app = typer.Typer(
+    name="headloom",
+    help="More attention heads than the parameters pay for, and whether they were worth it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("compare")(compare)
+app.command("list")(list_mechanisms)
+app.command("cost")(cost)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"headloom {version('headloom')}")
+        except PackageNotFoundError:
+            typer.echo("headloom (run from source, not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The `headloom` entry point."""
+    app()

@@ -1,0 +1,132 @@
+"""`headloom compare`: which attention is better on this text, at equal parameters, and by how much more than noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headloom.cli.common import (
+    INTERRUPTED,
+    RUN_FAILED,
+    Json,
+    Size,
+    console,
+    ends_with_status,
+    only_json_on_stdout,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from headloom.lab.compare import Comparison
+    from headloom.report.tables import Row
+
+WIDE = 150
+
+
+@ends_with_status
+def compare(
+    variants: Annotated[
+        str | None,
+        typer.Option(help="Names, each with options after colons: mha,iha:pseudo_heads=2:order=token,sas:base=mqa."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="iha.pseudo_heads=2: for every variant of that name. Repeatable.")
+    ] = None,
+    size: Size = "tiny",
+    steps: Annotated[int | None, typer.Option(help="Training steps of every run. Default: the size's.")] = None,
+    seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.")] = 3,
+    data: Annotated[
+        str, typer.Option(help="stdlib (Python's own source), a file, a folder, or a Hugging Face data set.")
+    ] = "stdlib",
+    tokenizer: Annotated[str, typer.Option(help="bytes, bpe:4096, or a folder with a saved tokenizer.")] = "bytes",
+    tokens: Annotated[int | None, typer.Option(help="Context in tokens. Default: the size's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: the size's.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate. Default: the size's.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Processor threads. Default: all this process may use.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the study. Default: headloom-compare, or the next free number.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train attention variants on the same text at equal parameters and compare them.
+
+    Writes a folder with every run, results.json, results.csv and report.html. The same command over the same folder
+    goes on where it was stopped.
+    """
+    from headloom.lab.compare import Interrupted
+    from headloom.lab.compare import compare as run
+    from headloom.lab.progress import Bar
+
+    with only_json_on_stdout(as_json) as stdout:
+        try:
+            comparison = run(
+                variants,
+                settings=settings or [],
+                size=size,
+                steps=steps,
+                seeds=seeds,
+                data=data,
+                tokenizer=tokenizer,
+                tokens=tokens,
+                batch_size=batch_size,
+                learning_rate=learning_rate,
+                threads=threads,
+                out=out,
+                progress=Bar(),
+            )
+        except Interrupted as stopped:
+            typer.echo(str(stopped), err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        if as_json:
+            print_json(
+                {"folder": str(comparison.folder), "report": str(comparison.report), **comparison.results}, stdout
+            )
+        else:
+            show(comparison)
+    if comparison.failed:
+        raise typer.Exit(RUN_FAILED)
+
+
+def show(comparison: Comparison) -> None:
+    """The table, the sentences and where the page is, for a terminal."""
+    from headloom.report import tables
+    from headloom.report.records import read_study
+
+    study = read_study(comparison.folder)
+    out = console()
+    rows = tables.rows(study)
+    out.print(_table(tables.columns(study.results["reference"]), rows, wide=out.width >= WIDE))
+    for row in rows:
+        if row.problem:
+            out.print(f"{row.label}: {row.problem}", markup=False, soft_wrap=True)
+    for line in (*study.results["notes"], *study.results["headlines"]):
+        out.print(line, markup=False, soft_wrap=True)
+    out.print(f"The page: {comparison.report}", markup=False, soft_wrap=True)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Row], *, wide: bool) -> Table:
+    """A line a variant, or, where that does not fit, a column a variant. Nothing is cut off: what is long is folded."""
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"better": "green", "worse": "red"}
+    lines = [[*map(Text, row.cells[:-1]), Text(row.cells[-1], style=colours.get(row.verdict, ""))] for row in rows]
+    table = Table(pad_edge=False)
+    if not wide:
+        heading, *rest = zip(map(Text, columns), *lines, strict=True)
+        for text in heading:
+            table.add_column(text, overflow="fold")
+        for texts in rest:
+            table.add_row(*texts)
+        return table
+    for place, name in enumerate(columns):
+        table.add_column(Text(name), justify="left" if place < 2 else "right", overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    return table

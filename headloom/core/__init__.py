@@ -1,0 +1,1 @@
+"""Floor 0: errors, registries, configs. Imports nothing but the standard library."""

@@ -1,0 +1,113 @@
+"""Frozen configs: checked against their annotations when built, strict JSON both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from typing import Any, Self
+
+from headloom.core.errors import HeadloomError, near
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Base of frozen, keyword-only dataclasses whose values are int, float, bool, str, None, Literal or dict."""
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for name, allowed in fields_of(cls).items():
+            value = getattr(self, name)
+            if not _fits(value, allowed):
+                raise HeadloomError(f"{name} must be {describe(allowed)}, not {value!r}")
+            if type(value) is int and float in _members(allowed) and int not in _members(allowed):
+                object.__setattr__(self, name, float(value))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of JSON values; `from_dict` gives an equal config back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build from JSON values. Unknown keys are refused with the near ones."""
+        check_names(cls, values)
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, checked again."""
+        check_names(type(self), changes)
+        return dataclasses.replace(self, **changes)
+
+
+@functools.cache
+def fields_of(cls: Any) -> dict[str, Any]:
+    """Field name -> resolved annotation."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def check_names(cls: type, values: typing.Iterable[str]) -> None:
+    allowed = fields_of(cls)
+    for name in values:
+        if name not in allowed:
+            raise HeadloomError(f"unknown option '{name}'.{near(name, allowed)} Allowed: {', '.join(allowed)}")
+
+
+def parse_option(cls: type, name: str, text: str) -> Any:
+    """The value that `text` (from a command line) means for the field `name` of the config class `cls`.
+
+    >>> from headloom.attention.iha import IHAConfig
+    >>> parse_option(IHAConfig, "pseudo_heads", "2"), parse_option(IHAConfig, "window", "none")
+    (2, None)
+    """
+    check_names(cls, [name])
+    allowed = fields_of(cls)[name]
+    members = _members(allowed)
+    lowered = text.strip().lower()
+    if types.NoneType in members and lowered in ("none", "null"):
+        return None
+    if bool in members and lowered in ("true", "false"):
+        return lowered == "true"
+    for number in (int, float):
+        if number in members:
+            try:
+                return number(text)
+            except ValueError:
+                pass
+    if text in members or str in members:
+        return text
+    raise HeadloomError(f"{name} must be {describe(allowed)}, not '{text}'.{near(text, map(str, members))}")
+
+
+def describe(annotation: Any) -> str:
+    """The annotation in words: "an int or None", "'virtual' or 'token'"."""
+    words = {int: "an int", float: "a number", bool: "true or false", str: "a text", types.NoneType: "None"}
+    return " or ".join(
+        words.get(m, "a mapping" if typing.get_origin(m) is dict else repr(m)) for m in _members(annotation)
+    )
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return tuple(m for part in typing.get_args(annotation) for m in _members(part))
+    if origin is typing.Literal:
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    for member in _members(annotation):
+        if not isinstance(member, type) and typing.get_origin(member) is None:
+            if type(value) is type(member) and value == member:  # a Literal's value; True is not 1
+                return True
+        elif typing.get_origin(member) is dict:
+            if isinstance(value, dict):
+                return True
+        elif member is float:
+            if type(value) in (int, float):
+                return True
+        elif type(value) is member:
+            return True
+    return False

@@ -1,0 +1,26 @@
+"""Errors that users see: one line that says what came, what is allowed, and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HeadloomError(ValueError):
+    """The call was wrong. Commands print the line and exit with status 2."""
+
+
+class RunError(HeadloomError):
+    """A run failed although the call was right (a NaN loss, say). Commands exit with status 1."""
+
+
+def near(name: str, allowed: Iterable[str]) -> str:
+    """`" Did you mean 'iha'?"` for a name close to an allowed one, else an empty string."""
+    matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+def unknown(kind: str, name: str, allowed: Iterable[str]) -> HeadloomError:
+    """The error for a name that nothing is registered under."""
+    names = sorted(allowed)
+    return HeadloomError(f"unknown {kind} '{name}'.{near(name, names)} Known: {', '.join(names)}")

@@ -1,0 +1,223 @@
+"""Tokens in rows: documents become one stream, the stream becomes rows of the context's length, a seed orders them.
+
+    stream   <eos> document <eos> document <eos> ... document <eos>
+    row i    stream[i (C-1) : i (C-1) + C]                            context C, stride C-1: neighbours share one token
+
+A causal model predicts every token of a row but its first from those before it. As rows overlap by one token, each
+token of the stream is predicted exactly once, except the very first, an end-of-text token that serves as the begin
+token. Rows run across documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from headloom.core.errors import HeadloomError
+from headloom.data.corpus import Corpus
+from headloom.data.sources import Document, shuffled
+from headloom.data.tokenizer import is_bytes
+
+DEFAULT_VALIDATION_BYTES = 2**20
+_BATCH_CHARACTERS = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """One split as a single run of token ids.
+
+    Attributes:
+        ids: (N,) unsigned integers; the first is the begin token.
+        bytes: UTF-8 bytes of the texts; end-of-text tokens stand for none.
+        documents: how many texts.
+    """
+
+    ids: np.ndarray
+    bytes: int
+    documents: int
+
+    @property
+    def predictions(self) -> int:
+        """Tokens that are predicted: all but the first."""
+        return max(0, len(self.ids) - 1)
+
+    def rows(self, context: int) -> int:
+        """Full rows of `context` tokens."""
+        return self.predictions // (_checked(context) - 1)
+
+    def row(self, index: int, context: int) -> torch.Tensor:
+        """Row `index`, int64, (context,).
+
+        The row after the last full one is the shorter rest (empty or one token: no prediction left).
+        """
+        start = index * (_checked(context) - 1)
+        return torch.from_numpy(self.ids[start : start + context].astype(np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenData:
+    """What a run is trained and measured on.
+
+    Attributes:
+        train, validation: the two streams.
+        vocab_size: ids are below it.
+        fingerprint: SHA-256 of vocabulary size and both streams: equal fingerprints mean equal tokens in equal order.
+        title: one line for people.
+    """
+
+    train: TokenStream
+    validation: TokenStream
+    vocab_size: int
+    title: str
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256(f"{self.vocab_size}\0".encode())
+        for stream in (self.train, self.validation):
+            digest.update(f"{len(stream.ids)}\0{stream.bytes}\0".encode())
+            digest.update(stream.ids.astype("<u4").tobytes())
+        object.__setattr__(self, "fingerprint", digest.hexdigest())
+
+
+def pack(documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast) -> TokenStream:
+    """Tokenise documents into one stream, an end-of-text token before, between and after them."""
+    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    end = np.array([tokenizer.eos_token_id], dtype)
+    pieces, size, count = [end], 0, 0
+    for text, ids in _tokenise(documents, tokenizer):
+        pieces += [np.asarray(ids, dtype), end]
+        size += len(text.encode())
+        count += 1
+    return TokenStream(np.concatenate(pieces), size, count)
+
+
+def prepare(
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    context: int,
+    validation_bytes: int | None = DEFAULT_VALIDATION_BYTES,
+) -> TokenData:
+    """Pack both splits of a corpus.
+
+    Args:
+        context: row length in tokens, checked against the amount of text here so that a run cannot fail later.
+        validation_bytes: at most so many bytes of validation text, a sample of documents fixed by their names, the
+            last one cut (None: all).
+
+    Raises:
+        HeadloomError: the training text does not fill one row, or nothing is left to validate on.
+    """
+    validation = list(corpus.validation) if validation_bytes is None else _sample(corpus.validation, validation_bytes)
+    data = TokenData(pack(corpus.train, tokenizer), pack(validation, tokenizer), len(tokenizer), corpus.title)
+    if data.train.rows(context) < 1:
+        raise HeadloomError(
+            f"too little text: the training split of {corpus.title} has {len(data.train.ids)} tokens, "
+            f"one row of context {context} needs {context}. Use a shorter context (--tokens) or give more text."
+        )
+    return data
+
+
+def row_order(rows: int, seed: int, start: int, stop: int) -> np.ndarray:
+    """Row numbers at positions start..stop-1 of a run's endless order.
+
+    Each epoch is a fresh permutation of all rows, fixed by (seed, epoch).
+
+    It depends on nothing else: not on the model, the batch size, or where reading began, so an interrupted run
+    continues in place.
+    """
+    if rows < 1:
+        raise HeadloomError(
+            f"cannot order {rows} rows: there is no training text. Use a shorter context or give more text."
+        )
+    positions = np.arange(start, stop)
+    order = np.empty(len(positions), np.int64)
+    for epoch in range(start // rows, (max(stop, start + 1) - 1) // rows + 1):
+        inside = positions // rows == epoch
+        order[inside] = _permutation(rows, seed, epoch)[positions[inside] % rows]
+    return order
+
+
+class TrainingRows(Dataset):
+    """Exactly the rows of a run: item p is the row at position p, so the loader reads front to back, without a shuffle.
+
+    Labels are the ids themselves: Hugging Face models shift them, and so predict C-1 tokens a row.
+    """
+
+    def __init__(self, stream: TokenStream, *, context: int, seed: int, count: int) -> None:
+        self.stream, self.context = stream, context
+        self.order = row_order(stream.rows(context), seed, 0, count)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
+        ids_T = self.stream.row(int(self.order[position]), self.context)
+        return {"input_ids": ids_T, "labels": ids_T}
+
+
+def _checked(context: int) -> int:
+    if context < 2:
+        raise HeadloomError(f"context={context}: a row needs at least 2 tokens, one to see and one to predict.")
+    return context
+
+
+@lru_cache(maxsize=4)
+def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)
+
+
+def _tokenise(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[str, np.ndarray | list[int]]]:
+    if is_bytes(tokenizer):
+        for document in documents:
+            yield document.text, np.frombuffer(document.text.encode(), np.uint8)
+        return
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True  # a special token's spelling inside a text is text
+    for texts in _batches(documents):
+        for text, encoding in zip(texts, backend.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+            yield text, encoding.ids
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
+    texts: list[str] = []
+    characters = 0
+    for document in documents:
+        texts.append(document.text)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts
+
+
+def _sample(documents: Iterable[Document], limit: int) -> list[Document]:
+    if limit < 1:
+        raise HeadloomError(
+            f"validation_bytes={limit} leaves nothing to validate on. Give a positive number, or None for all."
+        )
+    by_name = {document.name: document for document in documents}
+    kept: list[Document] = []
+    for name in shuffled(by_name, 0):
+        raw = by_name[name].text.encode()[:limit]
+        text = raw.decode("utf-8", "ignore")
+        if text:
+            kept.append(Document(name, text))
+        limit -= len(raw)
+        if limit == 0:
+            break
+    if not kept:
+        raise HeadloomError(
+            "validation_bytes is smaller than the first character of the validation text. Give a larger number."
+        )
+    return sorted(kept, key=lambda document: document.name)

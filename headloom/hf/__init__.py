@@ -1,0 +1,42 @@
+"""Floor 3: the only floor that knows transformers. Grafts, families, saving and loading.
+
+Importing it tells transformers' AutoConfig about saved grafts and gives the rotary scalings; modelling code is
+imported when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from transformers.models.auto.configuration_auto import AutoConfig
+
+from headloom.hf.config import MODEL_TYPE, HeadloomConfig
+
+AutoConfig.register(MODEL_TYPE, HeadloomConfig, exist_ok=True)
+
+_LAZY = {
+    "GraftReport": "headloom.hf.grafting",
+    "HFCache": "headloom.hf.cache",
+    "build_model": "headloom.hf.build",
+    "graft": "headloom.hf.grafting",
+    "no_decay_names": "headloom.hf.groups",
+    "parameter_groups": "headloom.hf.groups",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "GraftReport",
+    "HFCache",
+    "HeadloomConfig",
+    "build_model",
+    "graft",
+    "no_decay_names",
+    "parameter_groups",
+]

@@ -1,0 +1,1 @@
+"""One file a model family: `FAMILY`, an instance of `headloom.hf.family.Family`."""

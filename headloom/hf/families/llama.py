@@ -1,0 +1,52 @@
+"""Llama: q, k, v, o projections with one bias switch, half-split rotary over the whole head, causal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from headloom.hf.family import Family
+from headloom.hf.rope import from_parameters
+
+
+class Llama(Family):
+    name = "llama"
+
+    def config_class(self) -> Any:
+        from transformers.models.llama.configuration_llama import LlamaConfig
+
+        return LlamaConfig
+
+    def attention_class(self) -> type:
+        from transformers.models.llama.modeling_llama import LlamaAttention
+
+        return LlamaAttention
+
+    def head_classes(self) -> dict[str, type]:
+        from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+        return {"AutoModelForCausalLM": LlamaForCausalLM}
+
+    def layers(self, model: Any) -> nn.ModuleList:
+        return model.model.layers
+
+    def common(self, config: Any, index: int) -> dict[str, Any]:
+        rope_theta, rope_scaling = from_parameters(config.rope_parameters, config.max_position_embeddings)
+        return {
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "causal": True,
+            "window": None,
+            "dropout": float(config.attention_dropout or 0.0),
+            "qkv_bias": config.attention_bias,
+            "out_bias": config.attention_bias,
+            "norm_eps": config.rms_norm_eps,
+            "rope_theta": rope_theta,
+            "rope_scaling": rope_scaling,
+        }
+
+
+FAMILY = Llama()

@@ -1,0 +1,126 @@
+"""`Graft`: the mixin that turns a family's model class into one whose attention is Headloom's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headloom.core.errors import HeadloomError
+from headloom.hf import documents as docs
+from headloom.hf.adapter import GraftedAttention, in_width_of, make_attention
+from headloom.hf.cache import DECODE_PACKED, PACKED
+from headloom.hf.config import layer_specs
+from headloom.hf.family import Family, attentions
+from headloom.hf.masks import IMPLEMENTATION, dense_mask, register
+
+
+class Graft:
+    """Before a family's head class: builds, initialises, masks and saves a model with grafted layers.
+
+    `config.headloom["layers"]` says per layer which mechanism it has, or None for the family's own attention. State
+    dict names stay the family's (`model.layers.0.self_attn.q_proj.weight`), new ones beside them.
+    """
+
+    family: Family
+    forward_names: tuple[str, ...]
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        from transformers.initialization import no_init_weights
+
+        register()
+        specs = layer_specs(config, self.family)
+        if config._attn_implementation is None:
+            config._attn_implementation = IMPLEMENTATION
+        with no_init_weights():  # the family's attention is built only to be replaced; initialised once, below
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+            for index, (layer, spec) in enumerate(zip(self.family.layers(self), specs, strict=True)):
+                if spec is not None:
+                    setattr(layer, self.family.attention_name, make_attention(self.family, config, index, spec))
+        self.keep_mixes_wide()
+        self.post_init()  # type: ignore[attr-defined]
+
+    def grafted(self) -> list[Any]:
+        """The grafted attentions, in the order of their layers."""
+        return [a for a in attentions(self.family, self) if isinstance(a, GraftedAttention)]
+
+    def keep_mixes_wide(self) -> None:
+        """Have the loader keep mixes in float32 whatever the model's type."""
+        names = {name.rpartition(".")[0] for attention in self.grafted() for name in attention.no_decay()}
+        names |= set(getattr(self, "_keep_in_fp32_modules_strict", None) or ())
+        self._keep_in_fp32_modules_strict = {name for name in names if name}
+
+    # ---- initialisation -------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Whatever was not loaded: projections as the family does, what a mechanism adds as the mechanism does.
+
+        The loader marks loaded tensors; the family's `_init_weights` would draw a mechanism's own layers from its
+        normal distribution, so these are reset after it. Loaded tensors are never touched.
+        """
+        fresh = [a for a in self.grafted() if not all(_loaded(p) for p in a.parameters())]
+        super().initialize_weights()  # type: ignore[misc]
+        for attention in fresh:
+            kept = [(p, p.clone()) for p in attention.parameters() if _loaded(p)]
+            with in_width_of(next(attention.parameters()).dtype):
+                attention.reset_heads()
+            for parameter, value in kept:
+                parameter.copy_(value)
+
+    # ---- the call -------------------------------------------------------------------------------------------------
+    def forward(self, *args: Any, documents: Tensor | None = None, **kwargs: Any) -> Any:
+        """The family's forward. `documents`: ints (B, T), tokens of different documents do not see each other; they
+        also come from `cu_seq_lens_q` and, where `position_ids` restart, from these.
+
+        Raises: HeadloomError for `output_attentions` and for decoding after a packed prefill.
+        """
+        kwargs.update(zip(self.forward_names, args, strict=False))
+        if kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
+            raise HeadloomError(
+                "output_attentions=True is not served by a grafted model: hl.maps (the method `maps` of a layer's "
+                "self_attn) gives every pseudo-head's pattern and the effective per-token map"
+            )
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        past = 0 if cache is None else int(cache.get_seq_length())
+        if past and getattr(cache, PACKED, False):
+            raise HeadloomError(DECODE_PACKED)
+        found, packed = docs.find(kwargs, documents, past)
+        if past and packed:
+            raise HeadloomError(DECODE_PACKED)
+        if cache is not None and not past:
+            setattr(cache, PACKED, False)  # it may have held something else before
+        if packed:
+            self._check_whole()
+        if found is not None:
+            kwargs["documents"] = found
+        out = super().forward(**kwargs)  # type: ignore[misc]
+        if packed:
+            docs.mark(cache, out)
+        return out
+
+    def _check_whole(self) -> None:
+        if self.config._attn_implementation != IMPLEMENTATION and None in self.config.headloom["layers"]:
+            raise HeadloomError(
+                "packed documents do not reach the layers that were not grafted under "
+                f"attn_implementation='{self.config._attn_implementation}': "
+                f"call model.set_attn_implementation('{IMPLEMENTATION}')"
+            )
+
+    # ---- generation -----------------------------------------------------------------------------------------------
+    @staticmethod
+    def create_masks_for_generate(config: Any, inputs_embeds: Tensor, **kwargs: Any) -> Tensor | None:
+        """A dense mask for static caches, whose models accept no object (transformers 5.24 asks it for `.ndim`)."""
+        return dense_mask(config, inputs_embeds, **kwargs)
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False  # the static path reads the cache's length: correct, but not one graph
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+
+def _loaded(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "_is_hf_initialized", False)

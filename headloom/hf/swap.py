@@ -1,0 +1,134 @@
+"""Under `graft`: the new layers, the swap, taking it back, and measuring what it did."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headloom.core.errors import HeadloomError
+from headloom.hf.adapter import in_width_of, make_attention
+from headloom.hf.classes import grafted_class
+from headloom.hf.family import Family, attentions
+from headloom.hf.masks import IMPLEMENTATION, register
+from headloom.ops.seeding import seeded_by_name
+
+
+def new_attention(family: Family, config: Any, index: int, spec: Any, old: nn.Module) -> Any:
+    """The new attention on the old one's device and in its type, holding its projections."""
+    weight: Any = old.get_submodule(family.projections["q_proj"]).weight
+    with in_width_of(weight.dtype):
+        new = make_attention(family, config, index, spec).to(weight.device)
+        for ours, theirs in family.projections.items():
+            _take(new, ours, old.get_submodule(theirs), index)
+        with seeded_by_name(new, index):  # the same graft twice is the same graft
+            new.reset_heads()
+    new.to(dtype=weight.dtype)
+    for module in new.modules():
+        module._is_hf_initialized = True
+    return new.train(old.training)
+
+
+@torch.no_grad()
+def _take(new: nn.Module, name: str, projection: Any, index: int) -> None:
+    """Move an original projection in: the module itself where ours is a plain Linear of its size, else its weights.
+
+    A mechanism that reads more than the base gives (an o_proj of more columns) finds the original in the first columns
+    and spreads it in `reset_heads`.
+    """
+    ours = getattr(new, name, None)
+    theirs = projection.weight
+    if (
+        not isinstance(ours, nn.Linear)
+        or ours.weight.shape[0] != theirs.shape[0]
+        or ours.weight.shape[1] < theirs.shape[1]
+    ):
+        shape = tuple(ours.weight.shape) if isinstance(ours, nn.Linear) else "none"
+        raise HeadloomError(
+            f"layer {index}'s {name} {tuple(theirs.shape)} does not fit this mechanism's ({shape}): choose options "
+            "that keep the projections' sizes"
+        )
+    if (ours.bias is None) != (projection.bias is None):
+        raise HeadloomError(
+            f"layer {index}'s {name}: a bias on one side only; leave qkv_bias and out_bias to the model"
+        )
+    if type(ours) is nn.Linear and ours.weight.shape == theirs.shape:
+        setattr(new, name, projection)
+    elif ours.weight.shape == theirs.shape:
+        ours.weight, ours.bias = theirs, projection.bias
+    else:
+        ours.weight[:, : theirs.shape[1]] = theirs
+        ours.bias = projection.bias
+
+
+# ---- swapping, and taking it back ---------------------------------------------------------------------------------
+def swap(family: Family, model: Any, config: Any, fresh: dict[int, nn.Module]) -> None:
+    register()
+    layers = family.layers(model)
+    for index, attention in fresh.items():
+        setattr(layers[index], family.attention_name, attention)
+    model.__class__ = grafted_class(model)
+    _give_config(model, model.config, config)
+    config._attn_implementation_internal = IMPLEMENTATION
+    model.keep_mixes_wide()
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs  # keyed on the class, filled in __init__
+
+
+def _give_config(model: nn.Module, old: Any, new: Any) -> None:
+    """Every module that held the model's config holds the new one; a config shared with other models stays theirs."""
+    for module in model.modules():
+        if vars(module).get("config") is old:
+            module.config = new
+
+
+@contextlib.contextmanager
+def revert_on_error(family: Family, model: Any) -> Iterator[None]:
+    cls, config, old = type(model), model.config, attentions(family, model)
+    wide = model._keep_in_fp32_modules_strict
+    try:
+        yield
+    except BaseException:
+        model.__class__ = cls
+        if model.config is not config:
+            _give_config(model, model.config, config)
+        model._keep_in_fp32_modules_strict = wide
+        for layer, attention in zip(family.layers(model), old, strict=True):
+            setattr(layer, family.attention_name, attention)
+        raise
+
+
+# ---- measuring ----------------------------------------------------------------------------------------------------
+def probe_batch(model: Any) -> dict[str, Tensor]:
+    """Two rows of random tokens, the second one left-padded."""
+    config, device = model.config, model.get_input_embeddings().weight.device
+    T = min(24, getattr(config, "max_position_embeddings", 24))
+    ids = torch.randint(config.vocab_size, (2, T), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, T, dtype=torch.long)
+    mask[1, : T // 3] = 0
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+@torch.no_grad()
+def logits_of(model: Any, probe: dict[str, Tensor]) -> Tensor:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        return model(**probe, use_cache=False).logits
+    finally:
+        for module in training:
+            module.training = True
+
+
+def compare(reference: Tensor, logits: Tensor, real: Tensor) -> tuple[float, float]:
+    """(largest difference, that over the reference's range) on real tokens."""
+    wanted, got = reference[real].double(), logits[real].double()
+    difference = float((wanted - got).abs().max())
+    spread = float(wanted.max() - wanted.min())
+    if not difference < float("inf"):
+        return float("inf"), float("inf")
+    return difference, difference / spread if spread > 0 else difference

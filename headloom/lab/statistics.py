@@ -1,0 +1,156 @@
+"""Whether a difference between two variants exceeds the noise between seeds.
+
+Every comparison is paired: seed by seed, variant minus reference, because a seed fixes the data order and the weights
+both share. For n >= 2 pairs with differences d_1..d_n, mean m and standard deviation s (n - 1 in the denominator):
+
+    interval  m +- t_{0.975, n-1} s / sqrt(n)        p = 2 P(t_{n-1} > |m| sqrt(n) / s)
+
+One pair gives neither. Several variants against one reference are several chances to be lucky, so the p-values are
+corrected by Holm's method and the verdict is taken from the corrected value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+LEVEL = 0.95
+ALPHA = 0.05
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation (None with fewer than two values) over n seeds."""
+
+    n: int
+    mean: float | None
+    sd: float | None
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference, variant minus reference: below zero is better where less is better.
+
+    `half_width`, `low`, `high` bound the 95 % t interval and are None with fewer than two pairs, as `p` is;
+    `p_holm` is filled by `correct`.
+    """
+
+    n: int
+    mean: float | None
+    half_width: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    p_holm: float | None = None
+    verdict: str = "unknown"
+
+    def to_dict(self) -> dict[str, float | int | str | None]:
+        return asdict(self)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation."""
+    n = len(values)
+    if n == 0:
+        return Spread(0, None, None)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Spread(1, mean, None)
+    return Spread(n, mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1)))
+
+
+def paired_difference(variant: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
+    """The paired difference over the seeds that both finished, with its 95 % t interval and two-sided p-value."""
+    from scipy import stats
+
+    seeds = sorted(set(variant) & set(reference))
+    found = spread([variant[seed] - reference[seed] for seed in seeds])
+    if found.mean is None or found.sd is None:
+        return Difference(found.n, found.mean)
+    standard_error = found.sd / math.sqrt(found.n)
+    half = float(stats.t.ppf(0.5 + LEVEL / 2, found.n - 1)) * standard_error
+    if standard_error > 0:
+        p = float(2 * stats.t.sf(abs(found.mean) / standard_error, found.n - 1))
+    else:  # every seed agrees to the last bit
+        p = 1.0 if found.mean == 0 else 0.0
+    return Difference(found.n, found.mean, half, found.mean - half, found.mean + half, p)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction, in the order given.
+
+    The smallest of m is multiplied by m, the next by m - 1, and so on; none may fall below one before it, none above 1.
+
+    >>> [round(p, 6) for p in holm([0.04, 0.01, 0.03])]
+    [0.06, 0.03, 0.06]
+    """
+    m = len(p_values)
+    corrected = [0.0] * m
+    floor = 0.0
+    for rank, index in enumerate(sorted(range(m), key=lambda i: p_values[i])):
+        floor = max(floor, min(1.0, (m - rank) * p_values[index]))
+        corrected[index] = floor
+    return corrected
+
+
+def correct(differences: Sequence[Difference]) -> list[Difference]:
+    """Fill `p_holm` and `verdict` of all variants that are measured against one reference.
+
+    Verdicts: "better" or "worse" when the corrected p-value is below 0.05, "same" (not distinguishable) when it is not,
+    "unknown" with fewer than two pairs.
+    """
+    known = [index for index, difference in enumerate(differences) if difference.p is not None]
+    corrected = dict(zip(known, holm([differences[i].p or 0.0 for i in known]), strict=True))
+    done = []
+    for index, difference in enumerate(differences):
+        if index not in corrected:
+            done.append(difference)
+            continue
+        verdict = "same"
+        if corrected[index] < ALPHA and difference.mean:
+            verdict = "better" if difference.mean < 0 else "worse"
+        done.append(Difference(**{**asdict(difference), "p_holm": corrected[index], "verdict": verdict}))
+    return done
+
+
+def decimals(*sizes: float | None) -> int:
+    """Digits after the point that show two figures of the smallest of `sizes`: at least 3, at most 6."""
+    real = [abs(size) for size in sizes if size]
+    return min(6, max(3, 1 - math.floor(math.log10(min(real))))) if real else 3
+
+
+def _p_text(p: float) -> str:
+    return "p < 0.0001" if p < 0.0001 else f"p = {p:.2g}"
+
+
+def sentence(label: str, reference: str, difference: Difference, *, unit: str, condition: str) -> str:
+    """One sentence a careful reader may quote: what was found, how sure, under which condition.
+
+    Args:
+        label, reference: the two variants.
+        difference: variant minus reference, corrected by `correct`; less is better.
+        unit: what is measured, such as "bits per byte".
+        condition: under what the two were equal, such as "at equal parameters (within 0.5 %)".
+    """
+    if difference.mean is None:
+        return f"{label} cannot be compared with {reference}: no seed finished in both."
+    if difference.half_width is None:
+        seen = (
+            f"{label} came out {abs(difference.mean):.{decimals(difference.mean)}f} {unit} "
+            f"{'lower' if difference.mean < 0 else 'higher'} than {reference}"
+            if difference.mean
+            else f"{label} came out equal to {reference}"
+        )
+        return f"{seen} with one seed {condition}; one seed gives no interval, so this may be noise."
+    places = decimals(difference.half_width)
+    size = f"{abs(difference.mean):.{places}f} ± {difference.half_width:.{places}f} {unit}"
+    over = f"over {difference.n} seeds {condition}"
+    p = _p_text(difference.p_holm if difference.p_holm is not None else 1.0)
+    if difference.verdict in ("better", "worse"):
+        return f"{label} is {difference.verdict} than {reference} by {size} {over} ({p}, Holm)."
+    signed = f"{difference.mean:+.{places}f} ± {difference.half_width:.{places}f} {unit}"
+    return f"{label} is not distinguishable from {reference} {over}: difference {signed} ({p}, Holm)."

@@ -1,0 +1,218 @@
+"""Masks as predicates on (document, index), joined with `&` and lowered late.
+
+A token's *index* is its place in its own row counted over the cache and this call; a padding token's document is -1.
+`Visibility` is what a joined mask means for one call: T queries, the last of S keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from headloom.core.errors import HeadloomError
+
+
+class Mask:
+    """A frozen predicate: may the query at (document, index) see the key at (document, index)?"""
+
+    def visible(self, query_index: Tensor, key_index: Tensor) -> Tensor:
+        """Broadcast predicate on indices, True = visible. Shapes (T, 1) and (1, S) give (T, S)."""
+        raise TypeError(f"{type(self).__name__} must define visible(query_index, key_index)")
+
+    def parts(self) -> Iterator[Mask]:
+        yield self
+
+    def to(self, *args, **kwargs) -> Mask:
+        """The mask with its tensors moved, as `Tensor.to`."""
+        return self
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return And((*self.parts(), *other.parts()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Mask):
+    """key index <= query index."""
+
+    def visible(self, query_index: Tensor, key_index: Tensor) -> Tensor:
+        return key_index <= query_index
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Mask):
+    """|query index - key index| < width, in real tokens; `Causal() & Window(4)` sees 1, 2, 3, 4, 4, ... keys."""
+
+    width: int
+
+    def __post_init__(self) -> None:
+        if type(self.width) is not int or self.width < 1:
+            raise HeadloomError(f"window must be an int >= 1 (1 = only the token itself), not {self.width!r}")
+
+    def visible(self, query_index: Tensor, key_index: Tensor) -> Tensor:
+        return (query_index - key_index).abs() < self.width
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Data(Mask):
+    """A mask that carries a tensor: of this call's tokens, or of all keys (cache and call)."""
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        """Here so that the generated __init__ calls a subclass's."""
+
+    def to(self, *args, **kwargs) -> Mask:
+        device = torch.empty(0).to(*args, **kwargs).device
+        return type(self)(self.values.to(device))
+
+
+class Documents(_Data):
+    """Same document. `values`: ints (B, T) or (B, S); -1 marks padding."""
+
+
+class Padding(_Data):
+    """Only real tokens see and are seen. `values`: (B, T) or (B, S), True (or 1) = real."""
+
+
+class Dense(_Data):
+    """A given rule per pair: `values` bool (B or 1, T, S), True = visible. A (B, 1, T, S) mask loses its head axis."""
+
+    def __post_init__(self) -> None:
+        values = self.values
+        if values.dtype != torch.bool:
+            raise HeadloomError(f"Dense takes a boolean mask (True = visible), not {values.dtype}")
+        if values.dim() == 4 and values.shape[1] == 1:
+            object.__setattr__(self, "values", values[:, 0])
+        elif values.dim() != 3:
+            raise HeadloomError(f"Dense takes a mask of shape (B, T, S) or (B, 1, T, S), not {tuple(values.shape)}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class And(Mask):
+    """All of `members`."""
+
+    members: tuple[Mask, ...]
+
+    def parts(self) -> Iterator[Mask]:
+        yield from self.members
+
+    def to(self, *args, **kwargs) -> Mask:
+        return And(tuple(m.to(*args, **kwargs) for m in self.members))
+
+    def visible(self, query_index: Tensor, key_index: Tensor) -> Tensor:
+        out = self.members[0].visible(query_index, key_index)
+        for member in self.members[1:]:
+            out = out & member.visible(query_index, key_index)
+        return out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rules:
+    """A joined mask sorted by what its parts need: structure, token data, or pairs."""
+
+    causal: bool = False
+    window: int | None = None
+    documents: Tensor | None = None
+    padding: Tensor | None = None
+    pairs: tuple[Mask, ...] = ()
+
+
+def sort_rules(mask: Mask | None, *, causal: bool, window: int | None) -> Rules:
+    """Join `mask` with a module's own causality and window: a given mask never loosens them."""
+    documents = padding = None
+    pairs: list[Mask] = []
+    for part in mask.parts() if mask is not None else ():
+        if isinstance(part, Causal):
+            causal = True
+        elif isinstance(part, Window):
+            window = part.width if window is None else min(window, part.width)
+        elif isinstance(part, Documents):
+            documents = _only("documents", documents, part.values)
+        elif isinstance(part, Padding):
+            padding = part.values.bool() if padding is None else padding & part.values.bool()
+        else:
+            pairs.append(part)
+    return Rules(causal, window, documents, padding, tuple(pairs))
+
+
+def _only(name: str, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is not None and second is not None:
+        raise HeadloomError(f"{name} came twice (as an argument and inside mask=, or two in one mask); give them once")
+    return second if first is None else first
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Visibility:
+    """What T queries see of S keys, the queries being the last T of them.
+
+    documents_BS: ints, -1 = padding, or None when all keys are real and of one document.
+    pairs_BTS: further restrictions on pairs (bool, True = visible), or None.
+    """
+
+    T: int
+    S: int
+    causal: bool = True
+    window: int | None = None
+    documents_BS: Tensor | None = None
+    pairs_BTS: Tensor | None = None
+
+    @property
+    def past(self) -> int:
+        return self.S - self.T
+
+    @classmethod
+    def of(cls, rules: Rules, T: int, S: int, documents_BS: Tensor | None, device: torch.device) -> Visibility:
+        """Lower sorted rules. Parts that are neither structure nor token data become (T, S) pairs here."""
+        pairs = None
+        for part in rules.pairs:
+            if isinstance(part, Dense):
+                visible = part.values.to(device)
+                if visible.shape[-2:] != (T, S):
+                    raise HeadloomError(
+                        f"the mask is for {tuple(visible.shape[-2:])} (queries, keys), this call has {(T, S)}; "
+                        "give a mask over the cache and this call's tokens"
+                    )
+            else:
+                index = torch.arange(S, device=device)
+                visible = part.visible(index[S - T :, None], index[None, :])[None]
+            pairs = visible if pairs is None else pairs & visible
+        return cls(T, S, rules.causal, rules.window, documents_BS, pairs)
+
+    def dense(self, first: int = 0, last: int | None = None, *, device: torch.device | None = None) -> Tensor:
+        """Bool (B or 1, rows, S) for the query rows first..last: the definition, used within blocks and by maps."""
+        last = self.T if last is None else last
+        if self.documents_BS is not None:
+            device = self.documents_BS.device
+        query = torch.arange(self.past + first, self.past + last, device=device)[:, None]
+        key = torch.arange(self.S, device=device)[None, :]
+        out = torch.ones(1, last - first, self.S, dtype=torch.bool, device=device)
+        if self.causal:
+            out = out & Causal().visible(query, key)
+        if self.window is not None:
+            out = out & Window(self.window).visible(query, key)
+        if self.documents_BS is not None:
+            document = self.documents_BS[:, self.past + first : self.past + last, None]
+            out = out & (document == self.documents_BS[:, None, :]) & (document >= 0)
+        if self.pairs_BTS is not None:
+            out = out & self.pairs_BTS[:, first:last]
+        return out
+
+
+def expand_pseudo(visible_BTS: Tensor, past: int, pseudo: int, virtual: bool) -> Tensor:
+    """Token visibility -> pseudo-token visibility (B, T P, S P), rows starting at key index `past`.
+
+    All P pseudo-tokens of a token share what the token sees, except that in virtual order (causal on the expanded
+    sequence) a pseudo-query does not see the later pseudo-keys of its own token.
+    """
+    if pseudo == 1:
+        return visible_BTS
+    out = visible_BTS.repeat_interleave(pseudo, 1).repeat_interleave(pseudo, 2)
+    if virtual:
+        query = torch.arange(out.shape[1], device=out.device)[:, None] + past * pseudo
+        out = out & (torch.arange(out.shape[2], device=out.device)[None, :] <= query)
+    return out

@@ -1,0 +1,44 @@
+"""Learned mixes over the head axis."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class Mix(nn.Module):
+    """One weight that mixes heads. A module and not a bare parameter: PEFT saves and swaps modules, so read
+    `.weight` at each call. It stays in float32 when the model is cast to a half type: rounding it would lose the
+    zero sums that make an init exact.
+    """
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mix:
+        def keep_wide(x: Tensor) -> Tensor:
+            out = fn(x)
+            half = out.is_floating_point() and torch.finfo(out.dtype).bits < 32
+            return x.to(out.device) if half else out
+
+        return super()._apply(keep_wide, recurse)
+
+    def extra_repr(self) -> str:
+        return "x".join(map(str, self.weight.shape))
+
+
+def mix_heads(weight_OH: Tensor, x_BHTK: Tensor) -> Tensor:
+    """sum_h weight[o, h] x[b, h, t, k] as one matrix product per token, (B, O, T, K).
+
+    The result is (B, T, O, K) in memory, so that a pseudo-head axis can join the token axis without a copy. Computed
+    in float32 at least, under autocast too.
+    """
+    wide = torch.promote_types(x_BHTK.dtype, torch.float32)
+    autocast = not x_BHTK.is_meta and torch.is_autocast_enabled(x_BHTK.device.type)
+    with torch.autocast(x_BHTK.device.type, enabled=False) if autocast else contextlib.nullcontext():
+        out = weight_OH.to(wide) @ x_BHTK.transpose(1, 2).to(wide)
+    return out.to(x_BHTK.dtype).transpose(1, 2)

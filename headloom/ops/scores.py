@@ -1,0 +1,214 @@
+"""The one softmax(Q K^T) V of the package: `attend`.
+
+Softmax attention without dropout or soft-cap is one operator, `headloom::scores`, on every device: a mask that lowers
+to pieces runs as fused pieces ("fused"); padding, documents and given masks that do not run through the fused kernel
+in query blocks with an additive mask ("masked"). Everything else runs in query blocks with materialised scores
+("blocks", `headloom.ops.blocks`). Which one ran is recorded (`paths`); nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from headloom.ops import blocks, fused, pieces
+from headloom.ops.masks import Visibility, expand_pseudo
+from headloom.ops.pieces import Piece
+
+_BIAS_ELEMENTS = 1 << 22  # of one query block's additive mask
+_recording: list[Counter[str]] = []
+_convention = "full"
+
+
+@contextlib.contextmanager
+def paths() -> Iterator[Counter[str]]:
+    """Counts the score paths that run inside: {"fused": 8, "blocks": 2}."""
+    counter: Counter[str] = Counter()
+    _recording.append(counter)
+    try:
+        yield counter
+    finally:
+        _recording.remove(counter)
+
+
+@contextlib.contextmanager
+def flop_convention(name: str) -> Iterator[None]:
+    """How a FlopCounterMode inside counts scores: "full" (all pairs) or "exact" (visible pairs); widths unpadded."""
+    global _convention
+    assert name in ("full", "exact"), name
+    before, _convention = _convention, name
+    try:
+        yield
+    finally:
+        _convention = before
+
+
+def attend(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    pseudo: int = 1,
+    virtual: bool = False,
+    kind: str = "softmax",
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(scale q k^T + mask) v, (B, H, T, V); with `pseudo` = P the token axes hold T*P and S*P pseudo-tokens.
+
+    Query head h reads kv head h // (H // G). A row that sees no key is 0. `virtual`: a pseudo-query does not see the
+    later pseudo-keys of its own token. `kind`: "softmax", "identity" (scores as they are) or "hard" (equal weight on
+    all maxima of a row). `softcap` c: scores become c tanh(scores / c). `dropout` acts on the weights.
+    """
+    if 0 in q_BHTK.shape or 0 in k_BGSK.shape:
+        return q_BHTK.new_zeros(*q_BHTK.shape[:3], v_BGSV.shape[-1])
+    plain = kind == "softmax" and softcap is None and dropout == 0.0
+    if not plain and not q_BHTK.is_meta:  # on the meta device only shapes and operation counts matter
+        _record("blocks")
+        return blocks.attend(
+            q_BHTK, k_BGSK, v_BGSV, visibility, scale, pseudo, virtual, kind=kind, softcap=softcap, dropout=dropout
+        )
+    lowered = pieces.lower(visibility, q_BHTK.shape[0], pseudo, virtual)
+    _record("masked" if lowered is None else "fused")
+    rule = [visibility.T, visibility.S, int(visibility.causal), visibility.window or 0, pseudo, int(virtual)]
+    given = (None, None) if lowered is not None else (visibility.documents_BS, visibility.pairs_BTS)
+    flat = [number for piece in lowered or () for number in piece]
+    out, _ = torch.ops.headloom.scores(q_BHTK, k_BGSK, v_BGSV, *given, rule, flat, lowered is None, scale)
+    return out
+
+
+def _record(path: str) -> None:
+    for counter in _recording:
+        counter[path] += 1
+
+
+def _pieces(flat: Sequence[int]) -> list[Piece]:
+    size = len(Piece._fields)
+    return [Piece(*flat[i : i + size]) for i in range(0, len(flat), size)]
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+@torch.library.custom_op(
+    "headloom::scores",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? pairs, int[] rule, int[] pieces, bool masked, "
+    "float scale) -> (Tensor, Tensor)",
+)
+def scores(q, k, v, documents, pairs, rule, pieces, masked, scale):
+    """Merged output and log-sum-exp. Unequal widths are padded: the fused kernel wants one, and zeros add nothing."""
+    width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = _pad(q, width), _pad(k, width), _pad(v, width)
+    if masked:
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], width).transpose(1, 2)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, columns, bias in _masked_blocks(q, documents, pairs, rule):
+            o, part = fused.rectangle(q[:, :, rows], k[:, :, columns], v[:, :, columns], False, bias, scale)
+            out[:, :, rows], lse[:, :, rows] = o, part
+    else:
+        out, lse = fused.pieces_forward(q, k, v, _pieces(pieces), scale)
+    # the fused kernel's (B, T, H, V) memory order is kept: the output projection reads it without a copy
+    return out[..., :value_width].transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+
+
+@scores.register_fake
+def _(q, k, v, documents, pairs, rule, pieces, masked, scale):
+    B, H, T, _ = q.shape
+    lse = q.new_empty(B, H, T, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2), lse
+
+
+@torch.library.custom_op(
+    "headloom::scores_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, Tensor? pairs, "
+    "int[] rule, int[] pieces, bool masked, float scale) -> (Tensor, Tensor, Tensor)",
+)
+def scores_backward(grad, q, k, v, out, lse, documents, pairs, rule, pieces, masked, scale):
+    key_width, value_width = q.shape[-1], v.shape[-1]
+    width = max(key_width, value_width)
+    grad, q, k, v, out = (_pad(x, width) for x in (grad, q, k, v, out))
+    if masked:
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, columns, bias in _masked_blocks(q, documents, pairs, rule):
+            grad_rows, q_rows, out_rows = (x[:, :, rows] for x in (grad, q, out))
+            keys, values = k[:, :, columns], v[:, :, columns]
+            grads = fused.rectangle_backward(
+                grad_rows, q_rows, keys, values, out_rows, lse[:, :, rows], False, bias, scale
+            )
+            dq[:, :, rows] = grads[0]
+            dk[:, :, columns] += grads[1]
+            dv[:, :, columns] += grads[2]
+    else:
+        dq, dk, dv = fused.pieces_backward(grad, q, k, v, out, lse, _pieces(pieces), scale)
+    widths = (key_width, key_width, value_width)
+    return tuple(
+        d[..., :w].transpose(1, 2).contiguous().transpose(1, 2) for d, w in zip((dq, dk, dv), widths, strict=True)
+    )
+
+
+@scores_backward.register_fake
+def _(grad, q, k, v, out, lse, documents, pairs, rule, pieces, masked, scale):
+    return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, documents, pairs, rule, pieces, masked, scale = inputs
+    ctx.save_for_backward(q, k, v, *output, documents, pairs)
+    ctx.plain = (rule, pieces, masked, scale)
+
+
+def _backward(ctx, grad_out, grad_lse):
+    q, k, v, out, lse, documents, pairs = ctx.saved_tensors
+    grads = torch.ops.headloom.scores_backward(grad_out, q, k, v, out, lse, documents, pairs, *ctx.plain)
+    return (*grads, None, None, None, None, None, None)
+
+
+scores.register_autograd(_backward, setup_context=_setup)
+
+
+def _masked_blocks(q: Tensor, documents: Tensor | None, pairs: Tensor | None, rule: Sequence[int]):
+    """(query rows, key columns, additive mask) of query blocks small enough that the mask stays small."""
+    T, S, causal, window, P, virtual = rule
+    visibility = Visibility(T, S, bool(causal), window or None, documents, pairs)
+    tokens = max(1, _BIAS_ELEMENTS // max(1, q.shape[0] * S * P * P))
+    for first in range(0, T, tokens):
+        last = min(T, first + tokens)
+        start = max(0, visibility.past + first - window + 1) if window else 0
+        end = visibility.past + last if causal else S
+        visible = visibility.dense(first, last, device=q.device)
+        visible = expand_pseudo(visible, visibility.past + first, P, bool(virtual))[:, :, start * P : end * P]
+        bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)
+        yield slice(first * P, last * P), slice(start * P, end * P), bias.unsqueeze(1)
+
+
+def _multiply_adds(q_shape, k_shape, v_shape, rule, flat, masked) -> int:
+    """Of the two score products: (query width + value width) per counted pair and head."""
+    B, H, T, K = q_shape
+    if _convention == "full" or masked:
+        pairs = B * T * k_shape[2]
+    else:
+        pairs = sum(piece.pairs() for piece in _pieces(flat))
+    return pairs * H * (K + v_shape[-1])
+
+
+@register_flop_formula(torch.ops.headloom.scores)
+def _flops(q, k, v, documents, pairs, rule, pieces, masked, scale, *, out_shape=None, **_) -> int:
+    return 2 * _multiply_adds(q, k, v, rule, pieces, masked)
+
+
+@register_flop_formula(torch.ops.headloom.scores_backward)
+def _backward_flops(
+    grad, q, k, v, out, lse, documents, pairs, rule, pieces, masked, scale, *, out_shape=None, **_
+) -> int:
+    return 4 * _multiply_adds(q, k, v, rule, pieces, masked)

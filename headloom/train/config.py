@@ -1,0 +1,136 @@
+"""The configuration of one run: everything that decides its numbers, strict, frozen, and written beside its results.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headloom.core.errors import HeadloomError, near
+
+
+class LayerSpec(BaseModel):
+    """A mechanism by name with its options, as `hl.attention(mechanism, **options)` takes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mechanism: str = Field(min_length=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_pair(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"mechanism": value}
+        if isinstance(value, (tuple, list)) and len(value) == 2:
+            return {"mechanism": value[0], "options": value[1]}
+        return value
+
+
+class RunConfig(BaseModel):
+    """One training run.
+
+    `specs` is one mechanism for all layers or one per layer; an item may be given as a name or a pair (name,
+    options). Sizes are named as in Hugging Face's Llama. Values left at None are resolved by `train` and written
+    resolved: `vocab_size` (the tokenizer's), `threads`, `device`, `eval_batch_size` (the batch size of one
+    accumulation step), `fingerprint` (the data's; when given it is checked).
+
+    Raises HeadloomError, one line, for unknown fields, wrong types, and values that do not go together.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: str = Field(min_length=1)
+    specs: tuple[LayerSpec, ...] = Field(min_length=1)
+    # the model
+    hidden_size: int = Field(ge=1)
+    num_layers: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
+    intermediate_size: int = Field(ge=1)
+    vocab_size: int | None = Field(default=None, ge=2)
+    tie_embeddings: bool = True
+    rope_theta: float | None = Field(default=10000.0, gt=0)
+    rope_scaling: dict[str, Any] | None = None
+    norm_eps: float = Field(default=1e-6, gt=0)
+    # the data
+    tokens: int = Field(
+        default=256, ge=2, description="context: tokens a row, of which all but the first are predicted"
+    )
+    batch_size: int = Field(default=8, ge=1, description="rows an optimizer step, over all accumulation steps")
+    accumulation_steps: int = Field(default=1, ge=1)
+    fingerprint: str | None = None
+    # the optimizer
+    steps: int = Field(ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    final_learning_rate: float = Field(
+        default=0.1, ge=0, le=1, description="where the cosine ends, as a share of learning_rate"
+    )
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    clip: float = Field(default=1.0, gt=0, description="largest gradient norm")
+    # the machine
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    threads: int | None = Field(default=None, ge=1)
+    device: Literal["cpu", "cuda"] | None = None
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="bfloat16: autocast over float32 weights"
+    )
+    # the measurements
+    eval_every: int | None = Field(default=None, ge=1, description="steps between validations; None: at the end only")
+    eval_batch_size: int | None = Field(default=None, ge=1)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise HeadloomError(_one_line(error, type(self).model_fields)) from None
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> RunConfig:
+        if len(self.specs) not in (1, self.num_layers):
+            raise ValueError(
+                f"specs has {len(self.specs)} mechanisms for {self.num_layers} layers: give one, or one per layer"
+            )
+        if self.batch_size % self.accumulation_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into accumulation_steps {self.accumulation_steps}"
+            )
+        if self.warmup_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} exceeds steps {self.steps}: at most all steps can warm up"
+            )
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas {self.betas} must lie in [0, 1)")
+        return self
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of one forward pass."""
+        return self.batch_size // self.accumulation_steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dictionary; `RunConfig(**that)` gives it back."""
+        return self.model_dump(mode="json")
+
+
+def _one_line(error: ValidationError, fields: Any) -> str:
+    parts = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown field '{where}'.{near(where, fields)} Known: {', '.join(fields)}")
+        elif item["type"] == "missing":
+            parts.append(f"'{where}' is required")
+        elif not where:
+            parts.append(item["msg"].removeprefix("Value error, "))
+        else:
+            message = item["msg"][0].lower() + item["msg"][1:]
+            parts.append(f"{where}={item['input']!r}: {message}")
+    return "run configuration: " + "; ".join(parts)

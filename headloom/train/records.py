@@ -1,0 +1,172 @@
+"""What a run leaves in its folder, and how it is written so that it can be read at any moment.
+
+config.json     the resolved configuration           metrics.jsonl   one JSON object a line, flushed as it happens
+result.json     there if and only if the run is complete             failure.json   why it stopped, if it did
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from headloom.core.errors import HeadloomError
+
+CONFIG, METRICS, RESULT, FAILURE = "config.json", "metrics.jsonl", "result.json", "failure.json"
+
+
+class RunResult(BaseModel):
+    """The outcome of a complete run (result.json).
+
+    Attributes:
+        bits_per_byte, validation_loss (nats per token), perplexity, validation_tokens, validation_bytes: at the end,
+        on the validation split.
+        validation_text: the rules of that measurement in one line.
+        parameters: trainable numbers, tied ones once. train_loss: of the last step. tokens: predicted in training.
+        train_seconds: training alone, without validation, records and callbacks. eval_seconds: of the last validation.
+        step_time_seconds: median wall time of a step without the first `warm_steps`, with the quartiles beside it.
+        tokens_per_second: predicted tokens of a step / step_time_seconds.
+        score_paths: how often each score path ran ("fused", "blocks").
+        no_decay_parameters: numbers without weight decay (norms, biases, mixes).
+        versions, machine: of what it ran on; neither host names nor paths.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    seed: int
+    steps: int
+    bits_per_byte: float
+    validation_loss: float
+    perplexity: float | None
+    validation_tokens: int
+    validation_bytes: int
+    validation_text: str
+    parameters: int
+    no_decay_parameters: int
+    train_loss: float
+    tokens: int
+    train_seconds: float
+    eval_seconds: float
+    step_time_seconds: float
+    step_time_low: float
+    step_time_high: float
+    warm_steps: int
+    tokens_per_second: float
+    score_paths: dict[str, int]
+    fingerprint: str
+    versions: dict[str, str]
+    machine: dict[str, str | int | float]
+
+    @classmethod
+    def read(cls, folder: str | Path) -> RunResult:
+        """The result in a run's folder. Raises HeadloomError when the run is not complete."""
+        path = Path(folder) / RESULT
+        if not path.is_file():
+            raise HeadloomError(
+                f"'{folder}' holds no complete run: there is no {RESULT}. Train it first, or see {FAILURE} there."
+            )
+        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dictionary."""
+        return self.model_dump(mode="json")
+
+
+class Metrics:
+    """metrics.jsonl: lines appended and flushed one by one; every line is strict JSON."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; more lines are an error."""
+        self._file.close()
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """All whole lines of a run's metrics; a last line that was cut by a crash is left out."""
+    lines = (Path(folder) / METRICS).read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file that is absent, old, or complete: to a neighbour first, flushed to disk, then renamed."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def open_folder(folder: Path, config: dict[str, Any]) -> None:
+    """Make a run's folder ready: new or empty, or one that holds this very run, which then starts afresh.
+
+    Raises HeadloomError when it holds another run, or is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise HeadloomError(f"'{folder}' is a file, not a folder. Give the run a folder of its own.")
+    folder.mkdir(parents=True, exist_ok=True)
+    before = folder / CONFIG
+    if before.is_file():
+        try:
+            old = json.loads(before.read_text(encoding="utf-8"))
+        except ValueError:
+            old = None
+        if old != config:
+            differing = sorted(key for key in config if not isinstance(old, dict) or old.get(key) != config[key])
+            raise HeadloomError(
+                f"'{folder}' holds another run (it differs in {', '.join(differing) or 'its fields'}). "
+                "Give another folder, or remove this one."
+            )
+    elif any((folder / name).exists() for name in (METRICS, RESULT, FAILURE)):
+        raise HeadloomError(f"'{folder}' holds records without a {CONFIG}. Give another folder, or remove this one.")
+    for name in (RESULT, FAILURE, METRICS):
+        (folder / name).unlink(missing_ok=True)
+    write_json(before, config)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "accelerate", "tokenizers", "numpy", "headloom"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def machine(accelerator: str | None = None) -> dict[str, str | int | float]:
+    """Processor, cores, memory in GiB, operating system, and the accelerator if one was used."""
+    about: dict[str, str | int | float] = {
+        "processor": _processor(),
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": platform.system(),
+    }
+    if accelerator:
+        about["accelerator"] = accelerator
+    return about
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

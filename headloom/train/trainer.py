@@ -1,0 +1,219 @@
+"""Hugging Face's Trainer, set up so that a run is decided by its RunConfig alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from headloom.core.errors import HeadloomError, RunError
+from headloom.data.packing import TrainingRows
+from headloom.evaluate.bits import BitsPerByte
+from headloom.train.config import RunConfig
+from headloom.train.records import Metrics
+
+ParameterGroups = Callable[[torch.nn.Module, float], list[dict[str, Any]]]
+Progress = Callable[[int, int, float], None]
+
+
+def rate_factor(step: int, *, warmup_steps: int, steps: int, final: float) -> float:
+    """The learning rate of optimizer step `step` (from 0) as a share of the peak.
+
+    Linear warm-up (step+1)/warmup_steps, reaching the peak in its last step (no step is wasted at rate 0), then half
+    a cosine from the peak to `final`, which the last step has.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps + 1) / max(1, steps - warmup_steps)
+    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def training_arguments(run: RunConfig, scratch: str) -> TrainingArguments:
+    """Trainer's arguments with everything that matters said out loud.
+
+    `scratch` is a folder the Trainer may write to.
+    """
+    return TrainingArguments(
+        output_dir=scratch,
+        use_cpu=run.device == "cpu",
+        seed=run.seed,
+        bf16=run.dtype == "bfloat16",
+        max_steps=run.steps,
+        per_device_train_batch_size=run.micro_batch_size,
+        gradient_accumulation_steps=run.accumulation_steps,
+        average_tokens_across_devices=True,  # the loss is a mean over all tokens of a step, however they are cut
+        train_sampling_strategy="sequential",  # TrainingRows already stands in the run's order
+        dataloader_drop_last=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=run.device == "cuda",
+        remove_unused_columns=False,
+        max_grad_norm=run.clip,
+        learning_rate=run.learning_rate,
+        weight_decay=run.weight_decay,
+        adam_beta1=run.betas[0],
+        adam_beta2=run.betas[1],
+        adam_epsilon=run.adam_eps,
+        logging_strategy="steps",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+class RunTrainer(Trainer):
+    """The Trainer with our optimizer groups and schedule; the loop itself is Hugging Face's."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        model: PreTrainedModel,
+        rows: TrainingRows,
+        *,
+        groups: ParameterGroups,
+        recorder: Recorder,
+        scratch: str,
+    ) -> None:
+        self.run, self._groups = run, groups
+        arguments = training_arguments(run, scratch)
+        if arguments.world_size > 1:
+            raise HeadloomError(
+                f"a run uses one process, but {arguments.world_size} were launched. "
+                "Start it without torchrun or accelerate launch."
+            )
+        arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs would multiply the batch size behind our back
+        super().__init__(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[recorder])
+        self.remove_callback(PrinterCallback)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW over the groups of headloom.hf: mixes, norms and biases take no weight decay."""
+        if self.optimizer is None:
+            target = self.model if model is None else model
+            assert target is not None
+            self.optimizer = torch.optim.AdamW(
+                self._groups(target, self.run.weight_decay),
+                lr=self.run.learning_rate,
+                betas=self.run.betas,
+                eps=self.run.adam_eps,
+                weight_decay=0.0,  # for a group that would not say
+                fused=True,
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        """Warm-up and cosine of `rate_factor`."""
+        if self.lr_scheduler is None:
+            run, target = self.run, self.optimizer if optimizer is None else optimizer
+            assert target is not None
+            self.lr_scheduler = LambdaLR(
+                target,
+                lambda step: rate_factor(
+                    step, warmup_steps=run.warmup_steps, steps=num_training_steps, final=run.final_learning_rate
+                ),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """0: FLOPs are counted by headloom.bench from the built module, not estimated at every step."""
+        return 0
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack rows of equal length into (B, T)."""
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+class Recorder(TrainerCallback):
+    """Writes each step as it happens, validates, keeps the time, and stops a run whose numbers are no longer finite.
+
+    The clock runs from the end of one step's records to the end of the next step: loading, forward, backward and
+    update count; records, validation and the caller's progress do not.
+    """
+
+    def __init__(
+        self, run: RunConfig, metrics: Metrics, evaluate: Callable[[], BitsPerByte], on_progress: Progress | None
+    ) -> None:
+        self.run, self._metrics, self._evaluate, self._on_progress = run, metrics, evaluate, on_progress
+        self.step_seconds: list[float] = []
+        self.train_loss = math.nan
+        self.eval_seconds = 0.0
+        self.final: BitsPerByte | None = None
+        self._mark = 0.0
+        self._tokens_a_step = run.batch_size * (run.tokens - 1)
+
+    def tokens(self, step: int) -> int:
+        """Tokens predicted in `step` optimizer steps."""
+        return step * self._tokens_a_step
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock."""
+        self._mark = self._now()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop it."""
+        self.step_seconds.append(self._now() - self._mark)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record the step; the Trainer's closing summary has no loss of a step and is left out."""
+        if logs is None or "loss" not in logs:
+            return
+        step, loss, norm = state.global_step, float(logs["loss"]), float(logs["grad_norm"])
+        rate, seconds = float(logs["learning_rate"]), sum(self.step_seconds)
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise RunError(
+                    f"run '{self.run.name}' stopped at step {step} of {self.run.steps}: "
+                    f"its {what} is {value} at learning rate {rate:g}. "
+                    f"Use a lower learning rate (below {self.run.learning_rate:g}), "
+                    "a longer warm-up, or a smaller clip."
+                )
+        self.train_loss = loss
+        self._metrics.write(
+            {"kind": "train", "step": step, "tokens": self.tokens(step), "seconds": seconds}
+            | {"loss": loss, "learning_rate": rate, "grad_norm": norm}
+        )
+        every = self.run.eval_every
+        if step == self.run.steps or (every is not None and step % every == 0):
+            self._validate(step, seconds)
+        if self._on_progress is not None:
+            self._on_progress(step, self.run.steps, loss)
+        self._mark = self._now()
+
+    def _validate(self, step: int, seconds: float) -> None:
+        start = self._now()
+        measured = self._evaluate()
+        self.eval_seconds = self._now() - start
+        if not math.isfinite(measured.nll_per_token):
+            raise RunError(
+                f"run '{self.run.name}' stopped at step {step} of {self.run.steps}: "
+                f"its validation loss is {measured.nll_per_token}. "
+                f"Use a lower learning rate (below {self.run.learning_rate:g}) or a longer warm-up."
+            )
+        self._metrics.write(
+            {"kind": "eval", "step": step, "tokens": self.tokens(step), "seconds": seconds}
+            | {"bits_per_byte": measured.bits_per_byte, "validation_loss": measured.nll_per_token}
+        )
+        self.final = measured
+
+    def _now(self) -> float:
+        if self.run.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()

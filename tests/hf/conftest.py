@@ -1,0 +1,107 @@
+"""Tiny models whose attention matters: large weights, every mix and convolution away from its initial value."""
+
+import pytest
+import torch
+
+from headloom.hf import build_model
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "head_dim": 10,
+    "intermediate_size": 29,
+    "max_positions": 64,
+    "rope_theta": 100.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+VARIANTS = {
+    "mha": ("mha", {}),
+    "gqa": ("gqa", {"num_kv_heads": 2}),
+    "iha": ("iha", {"num_kv_heads": 2, "pseudo_heads": 3}),
+    "iha-token": ("iha", {"num_kv_heads": 2, "pseudo_heads": 2, "order": "token", "phase": "token"}),
+    "sas": ("sas", {"num_kv_heads": 2, "simulated_heads": 8, "kernel_size": 3}),
+    "sas-base": ("sas", {"num_kv_heads": 2, "simulated_heads": 8, "kernel_size": 3, "cache": "base"}),
+}
+
+
+def stir(model, seed=0):
+    """Random values everywhere, large enough that what a token sees changes its logits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.ndim < 2:
+                parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.1 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(noise * parameter[0].numel() ** -0.5 * (2.0 if "_proj" in name else 1.0))
+    return model
+
+
+@pytest.fixture
+def tiny():
+    """tiny("iha", dtype=..., **sizes and options): an evaluation-mode model of that variant."""
+
+    def make(variant, *, dtype=torch.float64, stirred=True, options=None, **sizes):
+        name, own = VARIANTS[variant]
+        model = build_model((name, {**own, **(options or {})}), **{**SIZES, **sizes}).to(dtype)
+        return (stir(model) if stirred else model).eval()
+
+    return make
+
+
+@pytest.fixture
+def mixed():
+    """mixed([spec, spec]): a model with these layers, which may differ."""
+
+    def make(specs):
+        return stir(build_model(specs, **{**SIZES, "num_layers": len(specs)}).double()).eval()
+
+    return make
+
+
+@pytest.fixture
+def llama():
+    """llama(kv_heads=2, ...): a plain LlamaForCausalLM from transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(*, dtype=torch.float64, kv_heads=2, **changes):
+        fields = {
+            "vocab_size": 37,
+            "hidden_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 10,
+            "intermediate_size": 29,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **changes,
+        }
+        return stir(LlamaForCausalLM(LlamaConfig(**fields)).to(dtype)).eval()
+
+    return make
+
+
+@pytest.fixture
+def ids():
+    """ids(B, T): token ids without special tokens, the same for equal sizes."""
+
+    def make(B, T, seed=0):
+        return torch.randint(3, 37, (B, T), generator=torch.Generator().manual_seed(seed))
+
+    return make
+
+
+def pytest_generate_tests(metafunc):
+    if "variant" in metafunc.fixturenames:
+        metafunc.parametrize("variant", list(VARIANTS))

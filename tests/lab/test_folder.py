@@ -1,0 +1,110 @@
+import json
+import multiprocessing
+
+import pytest
+
+from headloom.core.errors import HeadloomError
+from headloom.lab import folder as folders
+from headloom.lab.folder import locked, open_folder, slug, write_csv, write_json, write_text
+
+
+def hold(path, study_hash, **resolved):
+    path.mkdir(parents=True, exist_ok=True)
+    write_json(path / "study.json", {"hash": study_hash, "resolved": resolved, "command": "headloom compare --old"})
+
+
+def test_a_new_and_an_empty_folder_are_taken(tmp_path):
+    assert open_folder(tmp_path / "a" / "b", "h", {}).joinpath("runs").is_dir()
+    (tmp_path / "empty").mkdir()
+    assert open_folder(tmp_path / "empty", "h", {}) == tmp_path / "empty"
+
+
+def test_the_same_study_is_taken_and_another_refused_with_the_way_out(tmp_path):
+    hold(tmp_path, "old", spec={"steps": 100, "size": "tiny"})
+    assert open_folder(tmp_path, "old", {}) == tmp_path
+    with pytest.raises(HeadloomError) as caught:
+        open_folder(tmp_path, "new", {"spec": {"steps": 200, "size": "tiny"}})
+    message = str(caught.value)
+    assert "holds another study (spec.steps 100 there, 200 here)" in message
+    assert "choose another --out" in message
+    assert "headloom compare --old" in message
+    assert json.loads((tmp_path / "study.json").read_text())["hash"] == "old"
+
+
+def test_a_folder_with_other_things_and_a_file_are_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(HeadloomError, match="not empty and holds no study"):
+        open_folder(tmp_path, "h", {})
+    with pytest.raises(HeadloomError, match="is a file"):
+        open_folder(tmp_path / "thesis.tex", "h", {})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_damaged_study_is_not_overwritten(tmp_path):
+    (tmp_path / "study.json").write_text("{half")
+    with pytest.raises(HeadloomError, match="not empty"):
+        open_folder(tmp_path, "h", {})
+
+
+def test_the_default_name_counts_up_and_finds_its_own_study_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(open_folder(None, "one", {})) == "headloom-compare"
+    hold(tmp_path / "headloom-compare", "one")
+    assert str(open_folder(None, "two", {})) == "headloom-compare-2"
+    hold(tmp_path / "headloom-compare-2", "two")
+    assert str(open_folder(None, "one", {})) == "headloom-compare"
+    assert str(open_folder(None, "two", {})) == "headloom-compare-2"
+    assert str(open_folder(None, "three", {})) == "headloom-compare-3"
+
+
+def _try(path, answers):
+    try:
+        with locked(path):
+            answers.put("taken")
+    except HeadloomError as error:
+        answers.put(str(error))
+
+
+def test_a_second_process_is_refused(tmp_path):
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    with locked(tmp_path):
+        process = context.Process(target=_try, args=(tmp_path, answers))
+        process.start()
+        process.join()
+    assert "another process is writing" in answers.get()
+    _try(tmp_path, answers)
+    assert answers.get() == "taken"
+
+
+def test_a_write_that_breaks_leaves_the_old_file_and_no_rest(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    write_text(path, "old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(folders.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_csv_quotes(tmp_path):
+    write_csv(tmp_path / "a.csv", ("x", "y"), [("a,b", 1), ('say "hi"', None)])
+    assert (tmp_path / "a.csv").read_text() == 'x,y\n"a,b",1\n"say ""hi""",\n'
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("iha", "iha"),
+        ("iha:order=token", "iha-order=token"),
+        ("../../x", "x"),
+        ("<script>", "script"),
+        ("..", "variant"),
+    ],
+)
+def test_slugs_are_plain_names(label, name):
+    assert slug(label) == name

@@ -1,0 +1,91 @@
+import json
+
+import pytest
+
+from headloom.core.errors import HeadloomError
+from headloom.lab.sizes import SIZES, gated_width, get_size
+from headloom.lab.spec import CompareSpec, identity, make_spec
+from headloom.lab.variants import Variant
+
+TWO = [Variant("mha", {}, "mha"), Variant("iha", {"pseudo_heads": 2}, "iha")]
+
+
+def spec(variants=TWO, size="tiny", **changes):
+    given = {"seeds": 3, "data": "stdlib", "tokenizer": "bytes", "threads": 2, **changes}
+    return make_spec(list(variants), get_size(size), **given)
+
+
+def test_nothing_is_left_open():
+    found = spec(steps=7)
+    assert (found.steps, found.seeds, found.reference) == (7, (0, 1, 2), "mha")
+    assert found.tokens == get_size("tiny").tokens
+    assert found.learning_rate == get_size("tiny").learning_rate
+
+
+def test_json_round_trip_is_strict():
+    found = spec()
+    text = found.model_dump_json()
+    assert CompareSpec.model_validate_json(text) == found
+    with pytest.raises(ValueError, match="stepss"):
+        CompareSpec.model_validate_json(json.dumps({**json.loads(text), "stepss": 1}))
+    with pytest.raises(ValueError, match="steps"):
+        CompareSpec.model_validate_json(json.dumps({**json.loads(text), "steps": "7"}))
+
+
+def test_the_reference_is_the_first_where_the_usual_one_is_absent():
+    assert spec([Variant("sas", {}, "sas"), Variant("iha", {}, "iha")]).reference == "sas"
+    assert spec([Variant("sas", {}, "sas"), Variant("mha", {}, "mha")]).reference == "mha"
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"steps": 0}, "steps: input should be greater than or equal to 1, not 0"),
+        ({"tokens": 1}, "tokens: input should be greater than or equal to 2, not 1"),
+        ({"batch_size": -3}, "batch_size"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"learning_rate": float("inf")}, "learning_rate"),
+        ({"threads": 0}, "threads"),
+        ({"seeds": 0}, "seeds must be a number of seeds from 1 to 1000, not 0"),
+        ({"data": ""}, "data"),
+    ],
+)
+def test_values_out_of_bounds(changes, part):
+    with pytest.raises(HeadloomError) as caught:
+        spec(**changes)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_makes_the_same_specification():
+    command = spec(steps=7, data="my texts/a.txt", learning_rate=3e-4).command
+    assert command.startswith("headloom compare --variants mha,iha:pseudo_heads=2 --size tiny --steps 7 --seeds 3")
+    assert "--data 'my texts/a.txt'" in command
+    assert "--learning-rate 0.0003 " in command
+
+
+def test_identity_depends_on_every_value_and_not_on_order():
+    assert identity({"a": 1, "b": 2}) == identity({"b": 2, "a": 1})
+    assert identity(spec().model_dump(mode="json")) != identity(spec(seeds=4).model_dump(mode="json"))
+
+
+def test_the_papers_sizes():
+    assert get_size("10.6B").nominal_parameters == 10_581_442_560
+    assert get_size("2.4B").nominal_parameters == 2_373_058_560
+    shapes = {name: (size.num_layers, size.hidden_size, size.num_heads) for name, size in SIZES.items()}
+    assert shapes["125M"] == (12, 768, 12)
+    assert shapes["350M"] == (24, 1024, 16)
+    assert shapes["1.3B"] == (24, 2048, 32)
+    assert shapes["2.7B"] == (32, 2560, 32)
+    assert shapes["6.7B"] == (32, 4096, 32)
+    assert get_size("2.4B").head_dim == 128
+    # a gated layer of our width has the ungated layer's parameters: 3 D F against 8 D^2
+    for size in SIZES.values():
+        assert 3 * size.hidden_size * size.intermediate_size == pytest.approx(8 * size.hidden_size**2, rel=0.011)
+    assert gated_width(768) == 2048
+
+
+def test_an_unknown_size_names_the_near_one():
+    with pytest.raises(HeadloomError, match=r"unknown size 'tny'\. Did you mean 'tiny'\?"):
+        get_size("tny")

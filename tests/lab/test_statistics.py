@@ -1,0 +1,98 @@
+import math
+
+import pytest
+from scipy import stats
+
+from headloom.lab.statistics import Difference, correct, decimals, holm, paired_difference, sentence, spread
+
+
+def test_spread_by_hand():
+    found = spread([1.0, 2.0, 4.0])
+    assert (found.n, found.mean) == (3, pytest.approx(7 / 3))
+    assert found.sd == pytest.approx(math.sqrt(7 / 3))  # deviations -4/3, -1/3, 5/3: squares sum to 42/9, over 2
+    assert spread([5.0]).sd is None
+    assert spread([]).mean is None
+
+
+def test_interval_by_hand():
+    # differences 1, 2, 3: mean 2, sd 1; t_{0.975, 2} = 4.302653 from a printed table
+    found = paired_difference({0: 2.0, 1: 4.0, 2: 6.0}, {0: 1.0, 1: 2.0, 2: 3.0})
+    assert found.mean == pytest.approx(2.0)
+    assert found.half_width == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert found.low == pytest.approx(2.0 - 4.302653 / math.sqrt(3), rel=1e-6)
+    assert found.p == pytest.approx(0.0741799, rel=1e-5)  # t = 2 sqrt 3, 2 degrees of freedom
+
+
+def test_agrees_with_scipys_paired_test():
+    a, b = [2.41, 2.39, 2.44, 2.40], [2.45, 2.44, 2.46, 2.47]
+    expected = stats.ttest_rel(a, b)
+    interval = expected.confidence_interval(0.95)
+    found = paired_difference(dict(enumerate(a)), dict(enumerate(b)))
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+
+
+def test_pairs_by_seed_not_by_place():
+    found = paired_difference({5: 1.0, 7: 2.0, 9: 9.0}, {9: 8.0, 5: 0.5, 6: 100.0})
+    assert found.n == 2
+    assert found.mean == pytest.approx(0.75)  # (1 - 0.5 + 9 - 8) / 2
+
+
+def test_one_seed_has_no_interval():
+    found = paired_difference({0: 2.0}, {0: 2.5})
+    assert (found.mean, found.half_width, found.p) == (-0.5, None, None)
+    text = sentence("iha", "mha", correct([found])[0], unit="bits per byte", condition="at equal parameters")
+    assert "0.500 bits per byte lower than mha with one seed" in text
+    assert "no interval" in text
+    assert "better" not in text
+
+
+def test_identical_seeds():
+    same = paired_difference({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})
+    assert (same.p, same.half_width) == (1.0, 0.0)
+    shifted = paired_difference({0: 1.5, 1: 2.5}, {0: 1.0, 1: 2.0})
+    assert (shifted.p, shifted.mean) == (0.0, 0.5)
+
+
+def test_holm_by_hand():
+    # sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1 = 0.04, 0.06, 0.06, 0.04 -> running maximum 0.04, 0.06, 0.06, 0.06
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_the_verdict_is_holms_not_the_interval():
+    # p = 0.03 alone is below 0.05, the second of two with 0.001 stays so, the middle of three at 0.03 does not
+    def one(p):
+        return Difference(3, -0.01, 0.005, -0.015, -0.005, p)
+
+    verdicts = [found.verdict for found in correct([one(0.03), one(0.001), one(0.03)])]
+    assert verdicts == ["same", "better", "same"]
+    assert correct([one(0.03)])[0].verdict == "better"
+
+
+def test_a_variant_without_a_p_value_takes_no_part_in_the_correction():
+    lonely = Difference(1, 0.1)
+    found = correct([lonely, Difference(3, 0.01, 0.005, 0.005, 0.015, 0.03)])
+    assert (found[0].verdict, found[0].p_holm) == ("unknown", None)
+    assert (found[1].verdict, found[1].p_holm) == ("worse", 0.03)
+
+
+def test_sentences():
+    found = Difference(3, -0.0123, 0.0041, -0.0164, -0.0082, 0.002, 0.004, "better")
+    text = sentence("iha", "mha", found, unit="bits per byte", condition="at equal parameters")
+    assert text == (
+        "iha is better than mha by 0.0123 ± 0.0041 bits per byte over 3 seeds at equal parameters (p = 0.004, Holm)."
+    )
+    same = Difference(3, 0.001, 0.02, -0.019, 0.021, 0.8, 1.0, "same")
+    text = sentence("sas", "mha", same, unit="bits per byte", condition="at equal parameters")
+    assert text.startswith("sas is not distinguishable from mha over 3 seeds at equal parameters: difference +0.001 ± ")
+    nothing = sentence("sas", "mha", Difference(0, None), unit="bits per byte", condition="")
+    assert nothing == "sas cannot be compared with mha: no seed finished in both."
+
+
+@pytest.mark.parametrize(
+    ("size", "places"), [(0.5, 3), (0.05, 3), (0.0123, 3), (0.0041, 4), (0.00041, 5), (1e-9, 6), (None, 3), (0.0, 3)]
+)
+def test_decimals_show_two_figures(size, places):
+    assert decimals(size) == places

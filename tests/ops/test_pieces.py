@@ -1,0 +1,105 @@
+"""Pieces: their union is exactly what the words of mechanisms.md make visible, each pair once."""
+
+import itertools
+
+import pytest
+import torch
+from oracles.common import visible
+
+from headloom.ops.masks import Visibility
+from headloom.ops.pieces import ANTI, CAUSAL, FULL, lower
+
+
+def covered(pieces, batch, rows, columns):
+    """(batch, rows, columns) ints: how many pieces cover each pair."""
+    out = torch.zeros(batch, rows, columns, dtype=torch.int)
+    for piece in pieces:
+        for b, i, j in itertools.product(range(piece.batches), range(piece.groups), range(piece.inner)):
+            shift = i * piece.stride + j * piece.inner_stride
+            top, left = piece.query + shift, piece.key + shift
+            assert top + piece.rows <= rows and left + piece.columns <= columns
+            block = torch.ones(piece.rows, piece.columns, dtype=torch.int)
+            if piece.kind == CAUSAL:
+                block = block.tril()
+            elif piece.kind == ANTI:
+                block = block.triu()
+            else:
+                assert piece.kind == FULL
+            out[piece.batch + b, top : top + piece.rows, left : left + piece.columns] += block
+    return out
+
+
+def wanted(T, S, causal, window, P, virtual, row=None):
+    """The oracle's visibility of pseudo-tokens; `row` holds a document per key, -1 = padding."""
+    out = torch.zeros(T * P, S * P, dtype=torch.int)
+    document = [0] * S if row is None else row
+    for t, n in itertools.product(range(T), range(S)):
+        i = S - T + t
+        if not visible(i, n, document[i], document[n], document[i] >= 0, document[n] >= 0, causal, window):
+            continue
+        for p, p2 in itertools.product(range(P), range(P)):
+            out[t * P + p, n * P + p2] = int(not virtual or n * P + p2 <= i * P + p)
+    return out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("T", [1, 2, 3, 5, 8, 13])
+def test_structure(T, causal):
+    """Every window and every length of cache, for one and three pseudo-tokens, in both orders."""
+    for past, window in itertools.product((0, 1, 2, 4, 7, 11), (None, 1, 2, 3, 4, 5, 7, 12, 13, 30)):
+        S = past + T
+        for P, virtual in ((1, False), (2, False), (3, False), *(((2, True), (3, True)) if causal else ())):
+            pieces = lower(Visibility(T, S, causal, window), 2, P, virtual)
+            found = covered(pieces, 2, T * P, S * P)
+            want = wanted(T, S, causal, window, P, virtual)
+            assert torch.equal(found, want.expand_as(found)), (T, S, window, P, virtual, pieces)
+            assert sum(piece.pairs() for piece in pieces) == 2 * int(want.sum())
+
+
+ROWS = [
+    [[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 0]],
+    [[-1, -1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, -1, -1]],
+    [[-1, 0, 0, 1, 1, -1, 2, 2, -1], [-1] * 9],
+    [[5, 5, 5, 5, 3, 3, 3, 3, 3], [5, 5, 5, 5, 3, 3, 3, 3, 3]],
+    [[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 0, -1, -1, -1, -1, -1, 1, 1]],
+]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("T", [1, 4, 9])
+def test_documents_and_padding(T, rows):
+    for causal, window, P in itertools.product((True, False), (None, 1, 2, 4), (1, 2)):
+        for virtual in {False, causal and P > 1}:
+            pieces = lower(Visibility(T, 9, causal, window, torch.tensor(rows)), 2, P, virtual)
+            found = covered(pieces, 2, T * P, 9 * P)
+            want = torch.stack([wanted(T, 9, causal, window, P, virtual, row) for row in rows])
+            assert torch.equal(found, want), (T, causal, window, P, virtual)
+
+
+def test_a_document_in_two_runs_has_no_pieces():
+    assert lower(Visibility(5, 5, True, None, torch.tensor([[0, 0, 1, 0, 0]])), 1) is None
+
+
+def test_values_changed_in_place_are_read_again():
+    """The values are read once per tensor and version: an in-place change must not meet the old pieces."""
+    documents = torch.tensor([[0, 0, 0, 1, 1]])
+    first = lower(Visibility(5, 5, True, None, documents), 1)
+    documents[0, 2] = 1
+    second = lower(Visibility(5, 5, True, None, documents), 1)
+    assert first != second
+    assert torch.equal(covered(second, 1, 5, 5)[0], wanted(5, 5, True, None, 1, False, [0, 0, 1, 1, 1]))
+
+
+@pytest.mark.parametrize(("T", "window", "most"), [(8192, None, 1), (8192, 256, 8), (8191, 100, 14)])
+def test_few_pieces_for_long_sequences(T, window, most):
+    """The number of pieces does not grow with the length; a window costs T (2 W - 1) pairs and not T^2."""
+    pieces = lower(Visibility(T, T, True, window), 1, 1, False)
+    assert len(pieces) <= most
+    W = window or T
+    assert sum(piece.pairs() for piece in pieces) == W * (W + 1) // 2 + (T - W) * W
+
+
+@pytest.mark.parametrize("order", ["token", "virtual"])
+def test_pseudo_tokens_cost_a_few_pieces(order):
+    pieces = lower(Visibility(4096, 4096, True, None), 1, 4, order == "virtual")
+    assert len(pieces) == (1 if order == "virtual" else 2)

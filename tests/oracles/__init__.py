@@ -1,0 +1,11 @@
+"""Slow float64 oracles: Python loops over tokens, heads and pseudo-heads, written from the equations.
+
+They take plain tensors by state-dict name and a plain settings object (`oracles.common.settings`), return tensors that
+autograd can differentiate, and share no code with the package: where oracle and package disagree, read mechanisms.md.
+"""
+
+from types import ModuleType
+
+from oracles import gqa, iha, sas
+
+ORACLES: dict[str, ModuleType] = {"mha": gqa, "gqa": gqa, "mqa": gqa, "iha": iha, "sas": sas}

@@ -1,0 +1,67 @@
+"""One list of small configs to run a whole suite on: every registered mechanism, every option it admits, once each."""
+
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+
+COMMON: list[dict[str, Any]] = [
+    {"causal": False},
+    {"window": 2},
+    {"causal": False, "window": 2},
+    {"window": 1},
+    {"window": 3},
+    {"rope_theta": None},
+    {"rotary_dim": 2},
+    {"qk_norm": "head"},
+    {"qk_norm": "width"},
+    {"softcap": 0.8},
+    {"qkv_bias": True, "out_bias": True},
+    {"scale": 0.4},
+    {"value_dim": 3},
+    {"projection": "bit"},
+]
+PLAIN = 3  # of them for mechanisms that only choose the number of key/value heads
+
+
+def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
+    """pytest params of (name, config): tiny(), its `variations()`, each common option, each choice of each Literal.
+
+    `lean` leaves out the common options beyond causality and windows, for the slow tests.
+    """
+    params = []
+    fewest = min(len(dataclasses.fields(info.config_cls)) for info in mechanisms.values())
+    for name, info in mechanisms.items():
+        cls, tiny = info.config_cls, info.config_cls.tiny
+        found = {"tiny": tiny()}
+        offered = getattr(cls, "variations", None)
+        for config in offered() if offered is not None else ():
+            found.setdefault(label(tiny(), config), config)
+        hints = typing.get_type_hints(cls)
+        plain = len(dataclasses.fields(cls)) == fewest  # adds no option: its own test has them all against the oracle
+        changes = COMMON[:PLAIN] if plain or lean else list(COMMON)
+        for field in dataclasses.fields(cls)[fewest if lean else 0 :] if not plain else ():
+            changes += [{field.name: choice} for choice in literals(hints[field.name])]
+        heads = tiny().num_heads
+        changes += [{"num_kv_heads": g} for g in range(1, heads) if heads % g == 0 and not lean]
+        for change in changes:
+            try:
+                config = tiny(**change)
+            except ValueError:
+                continue
+            if config != tiny():
+                found.setdefault(label(tiny(), config), config)
+        params += [pytest.param((name, config), id=f"{name}-{text}") for text, config in found.items()]
+    return params
+
+
+def literals(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    return [choice for part in typing.get_args(annotation) for choice in literals(part)]
+
+
+def label(tiny: Any, config: Any) -> str:
+    base, changed = tiny.to_dict(), config.to_dict()
+    return "-".join(f"{k}={v}" for k, v in changed.items() if base.get(k) != v) or "same"

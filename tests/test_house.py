@@ -1,0 +1,158 @@
+"""The rules of the house, as tests: floors, sizes, names, what is imported when."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headloom
+from headloom.attention import Attention, mechanisms, register
+
+ROOT = Path(headloom.__file__).parent
+REPOSITORY = ROOT.parent
+FLOORS = {
+    "core": 0,
+    "ops": 1,
+    "attention": 2,
+    "hf": 3,
+    "data": 4,
+    "train": 4,
+    "evaluate": 4,
+    "tasks": 4,
+    "bench": 4,
+    "lab": 5,
+    "report": 5,
+    "cli": 6,
+}
+# train sets a run up from its data and scores it; lab measures steps: the only neighbours that may be used
+NEIGHBOURS = {("train", "data"), ("train", "evaluate"), ("evaluate", "data"), ("lab", "report"), ("bench", "train")}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def folder(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "headloom" and len(parts) > 1 and parts[1] in FLOORS else None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path):
+    own = path.relative_to(ROOT).parts[0]
+    if own not in FLOORS:
+        return
+    for name in imported(path):
+        other = folder(name)
+        if other is None or other == own or (own, other) in NEIGHBOURS:
+            continue
+        assert FLOORS[other] < FLOORS[own], f"{own} (floor {FLOORS[own]}) imports {name} (floor {FLOORS[other]})"
+
+
+def test_every_folder_has_a_floor():
+    folders = {p.parent.name for p in ROOT.glob("*/__init__.py")}
+    assert folders <= set(FLOORS)
+
+
+@pytest.mark.parametrize("floor", ["ops", "attention"])
+def test_lower_floors_need_torch_alone(floor: str):
+    allowed = {"torch", "headloom", "__future__"} | set(sys.stdlib_module_names)
+    for path in (ROOT / floor).rglob("*.py"):
+        foreign = {name.split(".")[0] for name in imported(path)} - allowed
+        assert not foreign, f"{path.name} imports {foreign}"
+
+
+def test_transformers_is_known_from_hf_up_only():
+    """The models are hf's; data, train and evaluate use its tokenizers and Trainer, lab hands them on."""
+    for path in FILES:
+        own = path.relative_to(ROOT).parts[0]
+        if own not in ("hf", "train", "data", "evaluate", "lab", "_hook.py"):
+            assert not {n for n in imported(path) if n.split(".")[0] == "transformers"}, path
+
+
+@pytest.mark.parametrize(
+    "path", [*FILES, *sorted((REPOSITORY / "tests").rglob("*.py"))], ids=lambda p: str(p.relative_to(REPOSITORY))
+)
+def test_files_are_short(path: Path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_nothing_above_attention_names_a_mechanism():
+    """`if name == "iha"` above floor 2 would make a new mechanism touch more than its own file."""
+    quoted = re.compile(rf"""["']({"|".join(mechanisms())})["']""")
+    for path in FILES:
+        own = path.relative_to(ROOT).parts[0]
+        if FLOORS.get(own, 9) <= FLOORS["attention"] or own not in FLOORS:
+            continue
+        code = ast.parse(path.read_text())
+        docs = {
+            id(node.body[0].value)
+            for node in ast.walk(code)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(code):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                assert not quoted.fullmatch(repr(node.value)), f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
+
+
+@pytest.mark.parametrize("name", list(mechanisms()))
+def test_every_mechanism_has_a_citation_and_a_test(name: str):
+    info = mechanisms()[name]
+    module = sys.modules[info.cls.__module__]
+    assert re.fullmatch(r"arXiv:\d{4}\.\d{4,5}", info.paper)
+    assert info.paper in (module.__doc__ or ""), "the file opens with its paper"
+    assert Path(module.__file__ or "").stem == name
+    covered = [p for p in (REPOSITORY / "tests" / "attention").rglob("test_*.py") if f'"{name}"' in p.read_text()]
+    assert covered, f"no test under tests/attention names {name}"
+
+
+def test_registration_refuses_what_is_no_mechanism():
+    with pytest.raises(TypeError, match="subclass"):
+        register(int)  # type: ignore[arg-type]
+    nameless = type("Nameless", (Attention,), {})
+    with pytest.raises(TypeError, match="'name'"):
+        register(nameless)
+    double = type("Double", (Attention,), {"name": "mha", "title": "t", "paper": "p", "summary": "s"})
+    with pytest.raises(TypeError, match="twice"):
+        register(double)
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_import_is_light_and_reports_need_no_torch():
+    code = "import sys, headloom{}; print(sorted({{'torch', 'transformers', 'pandas', 'altair'}} & set(sys.modules)))"
+    assert run(code.format("")) == "[]"
+    assert "torch" not in run(code.format(", headloom.report.page"))
+    assert run(code.format(", headloom.attention")) == "['torch']"
+
+
+def test_public_names_exist():
+    for name in headloom.__all__:
+        assert getattr(headloom, name) is not None
+    assert headloom.attention("mha", hidden_size=4, num_heads=1).config.head_dim == 4
+    with pytest.raises(AttributeError, match="no attribute 'attentoin'"):
+        headloom.attentoin  # noqa: B018
+
+
+def test_repository_speaks_of_itself_alone():
+    """No machine paths in what is committed."""
+    machine = re.compile(r"/(?:root|home|work)/\w")
+    for path in [*FILES, *REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("tests/**/*.py")]:
+        if path.name != "test_house.py":
+            assert not machine.search(path.read_text()), path
