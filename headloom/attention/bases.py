@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -15,12 +15,33 @@ if TYPE_CHECKING:
 PROJECTIONS = {"linear": nn.Linear, "bit": BitLinear}
 
 
+class Base(Protocol):
+    """What a heads part stands on. A base adds its projections to the module and says what of a token is remembered."""
+
+    #: the slot that a position rotates, in its first `rotary_dim` features
+    turned: str
+
+    def build(self, attn: Attention) -> None:
+        """Create the projections on `attn`."""
+
+    def slots(self, config: Any) -> dict[str, tuple[int, int]]:
+        """Slots of one token: name -> (heads, width)."""
+
+    def project(self, attn: Attention, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """q (B, H, T, K) and the slots (B, heads, T, width), normalised, not yet rotated."""
+
+    def expand(self, attn: Attention, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """k (B, G, S, K) and v (B, G, S, V) from the slots; linear in the rotated slot, so rotation passes through."""
+
+
 class GroupedBase:
     """Grouped queries (Ainslie et al. 2023, arXiv:2305.13245): H query heads, G key/value heads.
 
     q_h = W_Q,h x, k_g = W_K,g x, v_g = W_V,g x; query head h reads kv head h // (H / G). G = H is multi-head
     attention (Vaswani et al. 2017), G = 1 multi-query attention (Shazeer 2019).
     """
+
+    turned = "k"
 
     def build(self, attn: Attention) -> None:
         c = attn.config
@@ -33,8 +54,11 @@ class GroupedBase:
             attn.q_norm = nn.RMSNorm(heads[0] * c.head_dim, eps=c.norm_eps)
             attn.k_norm = nn.RMSNorm(heads[1] * c.head_dim, eps=c.norm_eps)
 
-    def project(self, attn: Attention, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, T, K), k (B, G, T, K), v (B, G, T, V), normalised, not yet rotated; in memory (B, T, heads, K)."""
+    def slots(self, config: Any) -> dict[str, tuple[int, int]]:
+        return {"k": (config.num_kv_heads, config.head_dim), "v": (config.num_kv_heads, config.value_dim)}
+
+    def project(self, attn: Attention, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """In memory everything is (B, T, heads, width)."""
         c = attn.config
         q, k, v = attn.q_proj(x_BTD), attn.k_proj(x_BTD), attn.v_proj(x_BTD)
         if c.qk_norm == "width":
@@ -43,9 +67,12 @@ class GroupedBase:
         if c.qk_norm == "head":
             q, k = attn.q_norm(q), attn.k_norm(k)
         v = v.unflatten(-1, (-1, c.value_dim))
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return q.transpose(1, 2), {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
+
+    def expand(self, attn: Attention, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return slots["k"], slots["v"]
 
 
-BASES: Registry[GroupedBase] = Registry("base")
+BASES: Registry[Base] = Registry("base")
 for _name in ("gqa", "mha", "mqa"):
     BASES.add(_name, GroupedBase())

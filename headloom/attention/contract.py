@@ -4,8 +4,8 @@
 
 A mechanism is one file with a config and a subclass that overrides only the steps in which it differs. The steps:
 
-    project  x (B, T, D) -> q (B, H, T, K), k (B, G, T, K), v (B, G, T, V)              by the base
-    write    k, v of this call's tokens -> the slots a cache remembers
+    project  x (B, T, D) -> q (B, H, T, K) and the base's slots of this call's tokens (k and v, or what they come from)
+    write    the base's slots -> the slots a cache remembers
     queries  q -> the queries scored
     read     all slots remembered -> the keys and values scored
     score    -> (B, heads, T, V)
@@ -116,20 +116,19 @@ class Attention(nn.Module):
 
     def cache_slots(self) -> dict[str, tuple[int, int]]:
         """Slots of one token: name -> (heads, width)."""
-        c = self.config
-        return {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.value_dim)}
+        return self.base.slots(self.config)
 
-    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self.base.project(self, x_BTD)
 
-    def write(self, k_BGTK: Tensor, v_BGTV: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
-        return {"k": self.turn_early(k_BGTK, positions_BT), "v": v_BGTV}
+    def write(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
+        return self.turn_early(slots, positions_BT)
 
     def queries(self, q_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
         return self.turn(q_BHTK, positions_BT, length)
 
     def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
-        return self.turn_late(seen.slots["k"], seen.positions_BS, length), seen.slots["v"]
+        return self.base.expand(self, self.turn_late(seen.slots, seen.positions_BS, length))
 
     def merge(self, out_BHTV: Tensor) -> Tensor:
         return out_BHTV
@@ -191,8 +190,8 @@ class Attention(nn.Module):
         positions, documents = place(
             B, T, x_BTD.device, past=past, held=held, positions=positions, padding=padding, documents=documents
         )
-        q, k, v = self.project(x_BTD)
-        seen = Seen(self.write(k, v, positions), positions, documents)
+        q, slots = self.project(x_BTD)
+        seen = Seen(self.write(slots, positions), positions, documents)
         if cache is not None:
             seen = (cache.append if update_cache else cache.peek)(self.layer_index, seen)
         S = next(iter(seen.slots.values())).shape[2]
@@ -235,15 +234,19 @@ class Attention(nn.Module):
             return x_BHTK
         return rotate(x_BHTK, self.tables(positions_BT, x_BHTK, length))
 
-    def turn_early(self, k: Tensor, positions_BT: Tensor) -> Tensor:
-        """Rotate before remembering, unless the frequencies change as the sequence grows."""
+    def turn_early(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
+        """Rotate the base's slot before remembering, unless the frequencies change as the sequence grows."""
         if self.rotary is None or self.rotary.length_dependent:
-            return k
-        return self.turn(k, positions_BT, None)
+            return slots
+        turned = self.base.turned
+        return {**slots, turned: self.turn(slots[turned], positions_BT, None)}
 
-    def turn_late(self, k: Tensor, positions_BS: Tensor, length: int | None) -> Tensor:
+    def turn_late(self, slots: dict[str, Tensor], positions_BS: Tensor, length: int | None) -> dict[str, Tensor]:
         """Rotate what `turn_early` had to leave."""
-        return self.turn(k, positions_BS, length) if length is not None else k
+        if length is None:
+            return slots
+        turned = self.base.turned
+        return {**slots, turned: self.turn(slots[turned], positions_BS, length)}
 
     # Around it ---------------------------------------------------------------------------------------------------
 

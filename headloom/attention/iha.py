@@ -162,7 +162,9 @@ class IHA(Attention):
 
     def cache_slots(self) -> dict[str, tuple[int, int]]:
         c = self.config
-        heads = c.num_kv_heads if c.cache == "base" else c.num_heads * c.pseudo_heads
+        if c.cache == "base":
+            return super().cache_slots()
+        heads = c.num_heads * c.pseudo_heads
         return {"k": (heads, c.head_dim), "v": (heads, c.value_dim)}
 
     # Steps -------------------------------------------------------------------------------------------------------
@@ -173,23 +175,24 @@ class IHA(Attention):
         q = self.turn(q_BHTK, self._stand(positions_BT), self._stand(length))
         return self._split(self._extra_turn(self._mix(self.q_mix, q), self._stand(length)))
 
-    def write(self, k_BGTK: Tensor, v_BGTV: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
-        k = self.turn_early(k_BGTK, self._stand(positions_BT))
+    def write(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
+        slots = self.turn_early(slots, self._stand(positions_BT))
         if self.config.cache == "base":
-            return {"k": k, "v": v_BGTV}
-        k = self._mix(self.k_mix, k)
-        if self.rotary is None or not self.rotary.length_dependent:
-            k = self._extra_turn(k, None)
-        return {"k": k, "v": self._mix(self.v_mix, v_BGTV)}
+            return slots
+        k, v = self._mixed(slots)
+        late = self.rotary is not None and self.rotary.length_dependent
+        return {"k": k if late else self._extra_turn(k, None), "v": v}
 
     def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
-        k, v = seen.slots["k"], seen.slots["v"]
-        k = self.turn_late(k, self._stand(seen.positions_BS), self._stand(length))
-        if self.config.cache == "base":
-            k, v = self._mix(self.k_mix, k), self._mix(self.v_mix, v)
-            k = self._extra_turn(k, self._stand(length))
-        elif length is not None:
-            k = self._extra_turn(k, self._stand(length))
+        base = self.config.cache == "base"
+        places, reach = self._stand(seen.positions_BS), self._stand(length)
+        if base:
+            k, v = self._mixed(self.turn_late(seen.slots, places, reach))
+        else:
+            k, v = seen.slots["k"], seen.slots["v"]
+            k = k if length is None else self.turn(k, places, reach)
+        if base or length is not None:
+            k = self._extra_turn(k, reach)
         return self._split(k), self._split(v)
 
     def merge(self, out_BHTV: Tensor) -> Tensor:
@@ -203,6 +206,10 @@ class IHA(Attention):
             return (out * self.out_mix.weight[:, None, :, None].to(out.dtype)).sum(3)
         weight = self.out_mix.weight.transpose(1, 2).flatten(1)  # (H, P H)
         return mix_heads(weight, out.permute(0, 3, 1, 2, 4).flatten(1, 2))
+
+    def _mixed(self, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        k, v = self.base.expand(self, slots)
+        return self._mix(self.k_mix, k), self._mix(self.v_mix, v)
 
     def _mix(self, mix: Mix, x_BHTK: Tensor) -> Tensor:
         """(B, P H, T, K), pseudo-heads outermost, as `_split` wants them; heads outermost when paired."""

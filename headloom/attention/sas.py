@@ -171,17 +171,21 @@ class SAS(Attention):
     def queries(self, q_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
         return self.turn(self._simulate("q", q_BHTK), positions_BT, length)
 
-    def write(self, k_BGTK: Tensor, v_BGTV: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
-        if self.config.cache == "base":
-            return {"k": k_BGTK, "v": v_BGTV}
-        k = self.turn_early(self._simulate("k", k_BGTK), positions_BT)
-        return {"k": k, "v": self._heads(self.head_v, v_BGTV)}
+    def write(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
+        if self.config.cache == "base":  # unrotated: simulation does not commute with rotation
+            return slots
+        k, v = self._simulated(slots)
+        late = self.rotary is not None and self.rotary.length_dependent
+        return {"k": k if late else self.turn(k, positions_BT, None), "v": v}
 
     def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
-        k, v = seen.slots["k"], seen.slots["v"]
-        if self.config.cache == "expanded":
-            return self.turn_late(k, seen.positions_BS, length), v
-        return self.turn(self._simulate("k", k), seen.positions_BS, length), self._heads(self.head_v, v)
+        base = self.config.cache == "base"
+        k, v = self._simulated(seen.slots) if base else (seen.slots["k"], seen.slots["v"])
+        return self.turn(k, seen.positions_BS, length) if base or length is not None else k, v
+
+    def _simulated(self, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        k, v = self.base.expand(self, slots)
+        return self._simulate("k", k), self._heads(self.head_v, v)
 
     def merge(self, out_BETV: Tensor) -> Tensor:
         c = self.config

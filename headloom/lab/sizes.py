@@ -84,7 +84,7 @@ _ALL = (
         source="ours: a comparison in minutes on two cores",
         vocab_size=258,
         batch_size=8,
-        steps=200,
+        steps=300,
         validation_bytes=2**16,
     ),
     Size(

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 from oracles.compare import randomise
 
 
-def module_of(spec: tuple[str, Any], dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+def module_of(
+    spec: tuple[str, Any], dtype: torch.dtype = torch.float64, seed: int = 0, spread: float = 0.4
+) -> nn.Module:
     """The module of (name, config), every parameter random, in eval mode."""
     import headloom as hl
 
     name, config = spec
-    return randomise(hl.attention(name, **config.to_dict()).to(dtype), seed, 0.4).eval()
+    return randomise(hl.attention(name, **config.to_dict()).to(dtype), seed, spread).eval()
 
 
 def influence(module: nn.Module, x_BTD: Tensor, **call: Any) -> Tensor:

@@ -21,7 +21,7 @@ def convolve(w, name, x):
     for e in range(weight.shape[0]):
         total = bias[e] * torch.ones(width, dtype=x[0].dtype)
         for tap in range(weight.shape[2]):
-            total = total + weight[e, :, tap] @ padded[:, tap : tap + width]
+            total = total + (weight[e, :, tap, None] * padded[:, tap : tap + width]).sum(0)
         out.append(total)
     return out
 

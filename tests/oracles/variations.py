@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,6 +55,16 @@ def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
                 found.setdefault(label(tiny(), config), config)
         params += [pytest.param((name, config), id=f"{name}-{text}") for text, config in found.items()]
     return params
+
+
+def only(admits: Callable[[str, Any], bool]) -> Callable[[Any], Any]:
+    """Mark a conformance test to run only on the (name, config) for which it says something."""
+
+    def mark(test: Any) -> Any:
+        test.admits = admits
+        return test
+
+    return mark
 
 
 def literals(annotation: Any) -> list[Any]:

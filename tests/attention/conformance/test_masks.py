@@ -5,18 +5,19 @@ import torch
 from oracles.common import Row
 from oracles.compare import assert_close, draw, sides
 from oracles.modules import influence, module_of
+from oracles.variations import only
 
 import headloom as hl
 
 KINDS = ["plain", "left", "right", "holes", "documents", "alternating", "restart", "padded_documents", "documents_win"]
 
 
+# rounded or winner-takes-all numbers: gradients do not show who is seen
+@only(lambda name, config: config.projection != "bit" and config.score != "hard")
 @pytest.mark.parametrize("kind", KINDS)
 def test_influence_is_exactly_visibility(spec, kind):
     """Output t moves with token n if and only if t sees n (cases 3, 4, 6, 10, 20; causality both ways)."""
     config = spec[1]
-    if config.projection == "bit" or config.score == "hard":
-        pytest.skip("rounded or winner-takes-all numbers: gradients do not show who is seen")
     side = sides(kind)
     module = module_of(spec)
     found = influence(module, draw(2, 5, config.hidden_size), **side)
@@ -29,12 +30,10 @@ def test_influence_is_exactly_visibility(spec, kind):
         assert torch.equal(found[b], wanted), f"row {b}:\n{found[b].int()}\nwanted\n{wanted.int()}"
 
 
-def test_a_later_token_cannot_move_an_earlier_output(spec):
+def test_a_later_token_cannot_move_an_earlier_output(causal):
     """Case 4, by value: bit-equal outputs before the changed token, for no mask, padding, a 2-D and a 3-D mask."""
-    config = spec[1]
-    if not config.causal:
-        pytest.skip("encoder")
-    module = module_of(spec)
+    config = causal[1]
+    module = module_of(causal)
     x = draw(2, 7, config.hidden_size)
     changed = x.clone()
     changed[:, -1] += 3
@@ -95,11 +94,10 @@ def test_packing_invariance(spec):
     assert_close(module(x, positions=positions[0]).detach(), alone, "restarts, one row for all", 1e-11)
 
 
+@only(lambda name, config: not config.out_bias)  # which is added after attention
 def test_dead_rows_are_zero_with_finite_gradients(spec):
     """Cases 1, 2 and 7: a padded query, a wholly padded row and a row masked out by pairs return exactly 0."""
     config = spec[1]
-    if getattr(config, "out_bias", False):
-        pytest.skip("the output projection's bias is added after attention")
     module = module_of(spec)
     x = draw(3, 5, config.hidden_size).requires_grad_()
     real = torch.ones(3, 5, dtype=torch.bool)
