@@ -10,6 +10,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -80,6 +81,18 @@ def make_config(name: str, **options: Any) -> AttentionConfig:
     return config_cls(**options)
 
 
+def layer_config(name: str, shared: Mapping[str, Any], options: Mapping[str, Any]) -> AttentionConfig:
+    """The config of a layer in a model: of what the model gives all its layers, what the mechanism has a use for, and
+    the layer's own options, which win."""
+    return make_config(name, **{**taken(name, shared), **options})
+
+
+def taken(name: str, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """`shared` without the fields that mean nothing to the mechanism `name`."""
+    without = _MECHANISMS[name].config_cls.without
+    return {field: value for field, value in shared.items() if field not in without}
+
+
 def build_from_config(config: AttentionConfig, layer_index: int = 0) -> Attention:
     """The module that a config describes."""
     for info in _MECHANISMS.values():
@@ -112,8 +125,10 @@ __all__ = [
     "MechanismInfo",
     "build",
     "build_from_config",
+    "layer_config",
     "make_config",
     "maps",
     "mechanisms",
     "register",
+    "taken",
 ]

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from headloom.core.config import Config
 from headloom.core.errors import HeadloomError
+
+#: sizes that belong to a base: field -> the bases that have it; with any other base they stay None
+BASE_FIELDS: dict[str, tuple[str, ...]] = {
+    "q_rank": ("mla", "tpa"),
+    "latent_dim": ("mla", "mfa", "mfa_kr"),
+    "plain_dim": ("mla",),
+    "k_rank": ("tpa",),
+    "v_rank": ("tpa",),
+    "kv_only": ("tpa",),
+}
 
 
 def need(condition: bool, message: str) -> None:
@@ -29,8 +40,13 @@ class AttentionConfig(Config):
         rope_theta: base of the rotary frequencies, None = no rotary. rotary_dim: rotated features (None: K).
         rope_scaling: Hugging Face's mapping, {"rope_type": "yarn", ...}.
         softcap: scores become softcap tanh(scores / softcap).
-        projection: "linear", or "bit" for ternary BitLinear projections.
-        base: how queries, keys and values come from x, and what a cache remembers.
+        projection: "linear", "bit" for ternary BitLinear projections, or "packed" for these as `hl.pack_bits` leaves
+            them, for inference.
+        base: how queries, keys and values come from x, and what a cache remembers. Options of one base alone:
+            mla: latent_dim C (None: 4 K, at most D), rotary_dim K_r (None: K / 2, made even), plain_dim K_n (None: K),
+                q_rank, the width of the queries' own latent (None: there is none).
+            tpa: q_rank R_q (None: 6), k_rank R_k and v_rank R_v (None: 2), at most min(H, K), which bounds the
+                defaults too; kv_only, ordinary queries instead of factors.
         score: "softmax"; "identity" (scores as they are) and "hard" (equal weight on a row's maxima) serve the theory.
         scale: of the scores (None: 1 / sqrt(width of the query actually scored)).
     Raises:
@@ -53,26 +69,40 @@ class AttentionConfig(Config):
     rotary_dim: int | None = None
     rope_scaling: dict | None = None
     softcap: float | None = None
-    projection: Literal["linear", "bit"] = "linear"
+    projection: Literal["linear", "bit", "packed"] = "linear"
     base: str = "gqa"
     score: Literal["softmax", "identity", "hard"] = "softmax"
     scale: float | None = None
+    q_rank: int | None = None
+    latent_dim: int | None = None
+    plain_dim: int | None = None
+    k_rank: int | None = None
+    v_rank: int | None = None
+    kv_only: bool | None = None
 
     bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa")
     default_kv_heads: ClassVar[str] = "num_heads"
+    without: ClassVar[tuple[str, ...]] = ()
+    """Fields a model gives to all its layers that mean nothing here (rotary, where tokens have no position)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "value_dim", "window", "rotary_dim"):
+        sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "value_dim", "window", "rotary_dim")
+        for name in (*sizes, *BASE_FIELDS):
             value = getattr(self, name)
-            need(value is None or value >= 1, f"{name} must be at least 1, not {value}")
+            need(value is None or value is False or value >= 1, f"{name} must be at least 1, not {value}")
         need(self.base in self.bases, f"base must be one of {', '.join(self.bases)}, not '{self.base}'")
+        for name, owners in BASE_FIELDS.items():
+            need(
+                getattr(self, name) is None or self.base in owners,
+                f"{name} belongs to base {' or '.join(owners)}, not to base '{self.base}': leave it out",
+            )
         H = self.num_heads
         self._fill("num_kv_heads", self._kv_heads())
         G = self.num_kv_heads or 0
         need(H % G == 0, f"num_kv_heads must divide num_heads, came {G} and {H}")
-        if self.base == "mha":
-            need(G == H, f"base 'mha' has as many key/value heads as heads ({H}), not {G}: use base 'gqa'")
+        if self.base in ("mha", "mla", "tpa"):
+            need(G == H, f"base '{self.base}' has as many key/value heads as heads ({H}), not {G}: use base 'gqa'")
         if self.base == "mqa":
             need(G == 1, f"base 'mqa' has one key/value head, not {G}: use base 'gqa'")
         if self.head_dim is None:
@@ -83,16 +113,24 @@ class AttentionConfig(Config):
         self._fill("head_dim", self.hidden_size // H)
         K = self.head_dim or 0
         self._fill("value_dim", K)
+        if self.base == "mla":
+            self._complete_mla()
+        if self.base == "tpa":
+            self._complete_tpa()
         if self.rope_theta is None:
-            need(self.rotary_dim is None, f"rotary_dim {self.rotary_dim} has no meaning with rope_theta None")
+            need(
+                self.rotary_dim is None or self.base == "mla",
+                f"rotary_dim {self.rotary_dim} has no meaning with rope_theta None",
+            )
             need(self.rope_scaling is None, "rope_scaling has no meaning with rope_theta None")
         else:
             need(self.rope_theta > 0, f"rope_theta must be above 0 (or None = no rotary), not {self.rope_theta}")
-            self._fill("rotary_dim", K)
+            name, width = self._turned_width()
+            self._fill("rotary_dim", width)
             turned = self.rotary_dim or 0
             need(
-                turned <= K and turned % 2 == 0,
-                f"rotary_dim must be even and at most head_dim {K}, not {self.rotary_dim}: "
+                turned <= width and turned % 2 == 0,
+                f"rotary_dim must be even and at most {name} {width}, not {self.rotary_dim}: "
                 "give an even rotary_dim, or rope_theta None for no rotary",
             )
             scaling = self.rope_scaling
@@ -101,12 +139,59 @@ class AttentionConfig(Config):
         need(self.softcap is None or self.softcap > 0, f"softcap must be above 0 or None, not {self.softcap}")
         need(self.norm_eps > 0, f"norm_eps must be above 0, not {self.norm_eps}")
 
+    def _turned_width(self) -> tuple[str, int]:
+        """The field that says how wide a key is that positions rotate, and its value."""
+        if self.base == "mla":
+            return "rotary_dim", self.rotary_dim or 0
+        return "head_dim", self.head_dim or 0
+
+    def _complete_mla(self) -> None:
+        D, K = self.hidden_size, self.head_dim or 0
+        self._fill("rotary_dim", 2 * math.ceil(K / 4))  # also without rotary: the width of the key all heads share
+        self._fill("plain_dim", K)
+        self._fill("latent_dim", min(4 * K, D))
+        self._no_norm()
+        for name in ("latent_dim", "q_rank"):
+            value = getattr(self, name)
+            need(value is None or value <= D, f"{name} must be at most hidden_size {D}, not {value}: it narrows x")
+
+    def _complete_tpa(self) -> None:
+        self._fill("kv_only", False)
+        self._no_norm()
+        bounds = {"q_rank": (6, self.head_dim), "k_rank": (2, self.head_dim), "v_rank": (2, self.value_dim)}
+        if self.kv_only:
+            need(self.q_rank is None, f"q_rank {self.q_rank} has no meaning with kv_only: its queries have no factors")
+            del bounds["q_rank"]
+        for name, (default, width) in bounds.items():
+            most = min(self.num_heads, width or 0)
+            self._fill(name, min(default, most))
+            value = getattr(self, name)
+            need(value <= most, f"{name} must be at most {most}, the smaller of heads and their width, not {value}")
+
+    def _no_norm(self) -> None:
+        need(
+            self.qk_norm is None,
+            f"qk_norm needs every head's keys, which base '{self.base}' does not remember: leave it out, or base 'gqa'",
+        )
+
     def _kv_heads(self) -> int:
         return 1 if self.base == "mqa" else self.num_heads
 
     def _fill(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a base head's query and key: K, over base mla K_r + K_n."""
+        assert self.head_dim is not None
+        return self.head_dim if self.base != "mla" else (self.rotary_dim or 0) + (self.plain_dim or 0)
+
+    @property
+    def base_fields(self) -> set[str]:
+        """Options whose values follow from the base."""
+        own = {name for name, owners in BASE_FIELDS.items() if self.base in owners}
+        return own | {"rotary_dim"} if self.base == "mla" else own
 
     @property
     def exact(self) -> bool:
@@ -119,6 +204,11 @@ class AttentionConfig(Config):
         return {}
 
     @property
+    def query_heads(self) -> int:
+        """Heads that q_proj gives and that are scored; H unless a mechanism scores several per head."""
+        return self.num_heads
+
+    @property
     def group(self) -> int:
         """Query heads per key/value head, H / G."""
         assert self.num_kv_heads is not None
@@ -127,4 +217,9 @@ class AttentionConfig(Config):
     @classmethod
     def tiny(cls, **changes: Any) -> Self:
         """A small config for tests; sizes differ wherever divisibility allows."""
-        return cls(**{"hidden_size": 13, "num_heads": 6, "num_kv_heads": 2, "head_dim": 10, **changes})
+        base = changes.get("base", cls.base)
+        sizes = {
+            "mla": {"latent_dim": 11, "rotary_dim": 4, "plain_dim": 7, "q_rank": 5},
+            "tpa": {"q_rank": 5, "k_rank": 2, "v_rank": 3},
+        }.get(base, {"num_kv_heads": 2} if base == cls.base else {})
+        return cls(**{"hidden_size": 13, "num_heads": 6, "head_dim": 10, **sizes, **changes})

@@ -6,10 +6,11 @@ A mechanism is one file with a config and a subclass that overrides only the ste
 
     project  x (B, T, D) -> q (B, H, T, K) and the base's slots of this call's tokens (k and v, or what they come from)
     write    the base's slots -> the slots a cache remembers
+    remember the slots of this call's tokens and the cache -> all slots remembered
     queries  q -> the queries scored
     read     all slots remembered -> the keys and values scored
     score    -> (B, heads, T, V)
-    merge    the scored heads -> (B, H, T, V)
+    merge    the scored heads, and the queries' own x -> (B, H, T, V)
     output   concatenate heads, o_proj -> (B, T, D)
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +41,8 @@ class Maps:
     """What an attention does to tokens.
 
     patterns: every attention pattern (B, heads, T, S): the base's heads, sas' E simulated heads, iha's heads over
-        pseudo-tokens (B, H, T P, S P), or its H P pairs when paired, head-major. Rows sum to 1 (0: sees nothing).
+        pseudo-tokens (B, H, T P, S P), or its H P pairs when paired, head-major. Rows sum to 1 (0: sees nothing),
+        or to `Attention.row_sums()` where a mechanism mixes weights.
     effective: the per-token map (B, H, G, T, S) with out_h = sum_g effective[h, g] v_g over the base's values; sas'
         values are not linear in the base's, so there it is (B, H, T, S), the mean over a head's simulated copies;
         None where the merge is not linear.
@@ -69,6 +72,8 @@ class Attention(nn.Module):
     title: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
+    #: for `headloom list`: how FLOPs between tokens grow, where "T^2" or "T", which it measures, is not the whole of it
+    flops_class: ClassVar[str] = ""
     config_cls: ClassVar[type[AttentionConfig]] = AttentionConfig
 
     q_proj: nn.Module
@@ -118,11 +123,25 @@ class Attention(nn.Module):
         """Slots of one token: name -> (heads, width)."""
         return self.base.slots(self.config)
 
+    def constant_slots(self) -> dict[str, tuple[int, int, int]]:
+        """Slots whose size is the same for any number of tokens, float32 at least: name -> (heads, rows, width).
+        A mechanism that has some overrides `remember` and hands the state after a call to `Cache.replace`."""
+        return {}
+
     def project(self, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self.base.project(self, x_BTD)
 
     def write(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
         return self.turn_early(slots, positions_BT)
+
+    def remember(self, new: Seen, cache: Cache | None, update: bool, visible: Callable[[Seen], Visibility]) -> Seen:
+        """All tokens seen, this call's (`new`) last; the cache keeps them if `update`.
+
+        Override where what a token leaves behind depends on the tokens before it: `visible(seen)` says on which.
+        """
+        if cache is None:
+            return new
+        return (cache.append if update else cache.peek)(self.layer_index, new)
 
     def queries(self, q_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
         return self.turn(q_BHTK, positions_BT, length)
@@ -130,11 +149,28 @@ class Attention(nn.Module):
     def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
         return self.base.expand(self, self.turn_late(seen.slots, seen.positions_BS, length))
 
-    def merge(self, out_BHTV: Tensor) -> Tensor:
+    def expand(self, k: Any, v: Any) -> tuple[Tensor, Tensor]:
+        """Keys (B, G, S, K) and values (B, G, S, V) of what `read` gave: `score` may do without them."""
+        return k, v
+
+    #: what is done to the scores of all heads (B, H, T, S), a query block at a time: to the scaled logits before
+    #: soft-cap, mask and softmax, and to the weights after it. None leaves the fused path open.
+    on_logits: Callable[[Tensor], Tensor] | None = None
+    on_weights: Callable[[Tensor], Tensor] | None = None
+
+    def merge(self, out_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
+        """Merge the scored heads; x_BTD is the call's input, for a merge that depends on the query's token."""
         return out_BHTV
 
-    def effective_map(self, patterns: Tensor) -> Tensor | None:
-        """The per-token map that the patterns (B, H, T, S) amount to; see `Maps`."""
+    def row_sums(self) -> Tensor | None:
+        """What the rows of each pattern sum to, (heads,); None: to 1, and no weight is negative."""
+        return None
+
+    #: how far below its sum a row may stay, where a denominator is not exactly the sum
+    row_slack: float = 0.0
+
+    def effective_map(self, patterns: Tensor, x_BTD: Tensor) -> Tensor | None:
+        """The per-token map that the patterns (B, H, T, S) of the call's input x_BTD amount to; see `Maps`."""
         c = self.config
         serves = torch.arange(c.num_heads, device=patterns.device)[:, None] // c.group
         serves = serves == torch.arange(c.num_kv_heads, device=patterns.device)
@@ -166,7 +202,7 @@ class Attention(nn.Module):
             cache: tokens seen before, extended by this call unless `update_cache=False`.
         """
         call = self._prepare(x_BTD, mask, positions, padding, documents, cache, update_cache)
-        return self.output(self.merge(self.score(call.q, call.k, call.v, call.visibility)))
+        return self.output(self.merge(self.score(call.q, call.k, call.v, call.visibility), x_BTD))
 
     def _prepare(
         self,
@@ -191,15 +227,24 @@ class Attention(nn.Module):
             B, T, x_BTD.device, past=past, held=held, positions=positions, padding=padding, documents=documents
         )
         q, slots = self.project(x_BTD)
-        seen = Seen(self.write(slots, positions), positions, documents)
-        if cache is not None:
-            seen = (cache.append if update_cache else cache.peek)(self.layer_index, seen)
-        S = next(iter(seen.slots.values())).shape[2]
+        S = past + T
+
+        def visible(seen: Seen) -> Visibility:
+            if seen.tokens is None:
+                return Visibility.of(rules, T, S, cover(seen.documents_BS, padding, B, S), x_BTD.device)
+            if rules.window is not None or rules.pairs:
+                raise HeadloomError(
+                    f"{self.name} remembers a state of constant size: a window or a mask over pairs cannot reach the "
+                    "tokens in it. Give the whole sequence without a cache"
+                )
+            return Visibility.of(rules, T, seen.positions_BS.shape[-1], seen.documents_BS, x_BTD.device)
+
+        new = Seen(self.write(slots, positions), positions, documents)
+        seen = self.remember(new, cache, update_cache, visible)
         length = None
         if self.rotary is not None and self.rotary.length_dependent:
             length = int(seen.positions_BS.max()) + 1
-        visibility = Visibility.of(rules, T, S, cover(seen.documents_BS, padding, B, S), x_BTD.device)
-        return _Call(self.queries(q, positions, length), *self.read(seen, length), visibility)
+        return _Call(self.queries(q, positions, length), *self.read(seen, length), visible(seen))
 
     def score(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
         c = self.config
@@ -214,6 +259,8 @@ class Attention(nn.Module):
             kind=c.score,
             softcap=c.softcap,
             dropout=c.dropout if self.training else 0.0,
+            on_logits=self.on_logits,
+            on_weights=self.on_weights,
         )
 
     def output(self, out_BHTV: Tensor) -> Tensor:
@@ -258,12 +305,25 @@ class Attention(nn.Module):
             ready.visibility.dense(device=x_BTD.device), ready.visibility.past, self.pseudo, self.virtual
         )
         c = self.config
-        patterns = blocks.weigh(ready.q, ready.k, visible, self._scale(ready.q), kind=c.score, softcap=c.softcap)
-        return Maps(patterns, self.effective_map(patterns))
+        patterns = blocks.weigh(
+            ready.q,
+            self.expand(ready.k, ready.v)[0],
+            visible,
+            self._scale(ready.q),
+            kind=c.score,
+            softcap=c.softcap,
+            on_logits=self.on_logits,
+            on_weights=self.on_weights,
+        )
+        return Maps(patterns, self.effective_map(patterns, x_BTD))
 
     def no_decay(self) -> list[str]:
         """Parameters (named from this module) that take no weight decay besides norms and biases: the mixes."""
         return [f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Mix)]
+
+    def bits_were_packed(self) -> None:
+        """`hl.pack_bits` replaced the projections: the config builds such a module again, for its state dict."""
+        self.config = self.config.replace(projection="packed")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

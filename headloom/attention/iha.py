@@ -16,7 +16,9 @@ interaction "paired" is the other published reading: H*P independent heads, pseu
 collapse "mean", phase "token", order without meaning.
 
 Extra parameters H P (H + 2 G), and H^2 P for collapse full (H P for head). The attention core costs P^2 times mha's
-(paired: P times). Cache per token: the base's G (K + V), mixed on reading (ours), or "expanded": P H (K + V).
+(paired: P times). Cache per token: the base's, mixed on reading (ours), or "expanded": P H (K + V). The base's is
+G (K + V); over mla C + K_r, the shared rotary key mixed as every head's and turned by p in its K_r features alone; over
+tpa (k_rank + v_rank) of H + K, the A factors being what is mixed.
 
 Initialisation (ours; the paper is silent). A graft must keep the function, and pseudo-heads must not stay copies.
 "identity": q_mix and k_mix the identity for every p, v_mix identity + e with sum_p e = 0, out_mix identity / P + c with
@@ -65,7 +67,7 @@ class IHAConfig(AttentionConfig):
     init_std: float = 0.3
     cache: Literal["base", "expanded"] = "base"
 
-    bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa")
+    bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa", "mla", "tpa")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +124,7 @@ class IHA(Attention):
     title = "Interleaved Head Attention"
     paper = "arXiv:2602.21371"
     summary = "pseudo-heads that mix all heads, interleaved in the sequence: P^2 patterns a head"
+    flops_class = "P^2 T^2"
     config_cls = IHAConfig
 
     def build_heads(self) -> None:
@@ -165,7 +168,7 @@ class IHA(Attention):
         if c.cache == "base":
             return super().cache_slots()
         heads = c.num_heads * c.pseudo_heads
-        return {"k": (heads, c.head_dim), "v": (heads, c.value_dim)}
+        return {"k": (heads, c.query_dim), "v": (heads, c.value_dim)}
 
     # Steps -------------------------------------------------------------------------------------------------------
     # Rotation by a token's position commutes with mixing: base keys are rotated (and cached) at n P, or n, and the
@@ -173,7 +176,7 @@ class IHA(Attention):
 
     def queries(self, q_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
         q = self.turn(q_BHTK, self._stand(positions_BT), self._stand(length))
-        return self._split(self._extra_turn(self._mix(self.q_mix, q), self._stand(length)))
+        return self._split(self._extra_turn(mix_heads(self._rows(self.q_mix), q), self._stand(length)))
 
     def write(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
         slots = self.turn_early(slots, self._stand(positions_BT))
@@ -195,7 +198,7 @@ class IHA(Attention):
             k = self._extra_turn(k, reach)
         return self._split(k), self._split(v)
 
-    def merge(self, out_BHTV: Tensor) -> Tensor:
+    def merge(self, out_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
         c = self.config
         if self.paired:
             return out_BHTV.unflatten(1, (c.num_heads, c.pseudo_heads)).mean(2)
@@ -208,13 +211,11 @@ class IHA(Attention):
         return mix_heads(weight, out.permute(0, 3, 1, 2, 4).flatten(1, 2))
 
     def _mixed(self, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        k, v = self.base.expand(self, slots)
-        return self._mix(self.k_mix, k), self._mix(self.v_mix, v)
+        return self.base.mixed(self, slots, self._rows(self.k_mix), self._rows(self.v_mix))
 
-    def _mix(self, mix: Mix, x_BHTK: Tensor) -> Tensor:
-        """(B, P H, T, K), pseudo-heads outermost, as `_split` wants them; heads outermost when paired."""
-        weight = mix.weight.flatten(0, 1) if self.paired else mix.weight.transpose(0, 1).flatten(0, 1)
-        return mix_heads(weight, x_BHTK)
+    def _rows(self, mix: Mix) -> Tensor:
+        """(P H, heads), pseudo-heads outermost, as `_split` wants what they mix; heads outermost when paired."""
+        return mix.weight.flatten(0, 1) if self.paired else mix.weight.transpose(0, 1).flatten(0, 1)
 
     def _split(self, x_BXTK: Tensor) -> Tensor:
         """(B, P H, T, K) -> (B, H, T P, K): the interleaving, a view of the (B, T, P H, K) memory of a mix."""
@@ -235,7 +236,7 @@ class IHA(Attention):
         cos, sin = self.rotary.tables(places, x_BXTK.dtype, length=length, factor=False)
         return rotate(x_BXTK, (cos[None, :, None], sin[None, :, None]))
 
-    def effective_map(self, patterns: Tensor) -> Tensor | None:
+    def effective_map(self, patterns: Tensor, x_BTD: Tensor) -> Tensor | None:
         """M[h,m,n,n'] = sum_{g,p,p'} out_mix[h,g,p] A_g[(n,p),(n',p')] v_mix[g,p',m]; out_h = sum_m M[h,m] v_m."""
         c = self.config
         P, v_mix = c.pseudo_heads, self.v_mix.weight.to(patterns.dtype)

@@ -12,7 +12,8 @@ From q, k, v of H (k, v: G) heads of width K:
    heads, E -> E, GELU, E -> H (a row that sees nothing stays 0). "full": W_O of E V x D, the costly alternative.
 
 order "head_first" (paper) does 1 then 2, "feature_first" 2 then 1. Rotary (ours; the published code has none): after
-the simulation, on the first K of the J features at their usual frequencies. Cache per token: "expanded" E (J + V), or
+the simulation, on the first K of the J features at their usual frequencies; over mla, whose features stand as [rotary ;
+plain] and are K = K_r + K_n wide, on the first K_r. Cache per token: "expanded" E (J + V), or
 "base": the base's slots unrotated, simulated again on reading.
 
 Initialisation: "default" = PyTorch's. "identity" (ours, exact for aggregate mean and full): the first convolution tiles
@@ -60,16 +61,16 @@ class SASConfig(AttentionConfig):
     init_std: float = 0.3
     cache: Literal["expanded", "base"] = "expanded"
 
-    bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa")
+    bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa", "mla", "tpa")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        H, K = self.num_heads, self.head_dim or 0
+        H, K = self.num_heads, self.query_dim
         self._fill("simulated_heads", 3 * H)
         self._fill("simulated_width", 2 * math.ceil(1.25 * K / 2))
         E, J = self.simulated_heads or 0, self.simulated_width or 0
         need(E >= H and E % H == 0, f"simulated_heads must be a multiple of num_heads {H}, not {E}")
-        need(J >= K and J % 2 == 0, f"simulated_width must be even and at least head_dim {K}, not {J}")
+        need(J >= K and J % 2 == 0, f"simulated_width must be even and at least {K}, the base's query width, not {J}")
         need(
             self.kernel_size >= 1 and self.kernel_size % 2 == 1,
             f"kernel_size must be odd (1, 3, 5, 7, ...), not {self.kernel_size}",
@@ -100,6 +101,7 @@ class SAS(Attention):
     title = "Simulated Attention Score"
     paper = "arXiv:2507.07694"
     summary = "more heads and wider queries and keys, simulated by small convolutions and MLPs"
+    flops_class = "E/H T^2"
     config_cls = SASConfig
 
     head_q: Any
@@ -115,7 +117,7 @@ class SAS(Attention):
 
     def build_heads(self) -> None:
         c = self.config
-        H, G, E, K, J = c.num_heads, c.num_kv_heads, c.simulated_heads, c.head_dim, c.simulated_width
+        H, G, E, K, J = c.num_heads, c.num_kv_heads, c.simulated_heads, c.query_dim, c.simulated_width
 
         def convolutions(heads: int) -> nn.ModuleList:
             conv = functools.partial(nn.Conv1d, kernel_size=c.kernel_size, padding=c.kernel_size // 2)
@@ -136,7 +138,7 @@ class SAS(Attention):
                 module.reset_parameters()
         if c.init == "default":
             return
-        E, H, K, J = c.simulated_heads, c.num_heads, c.head_dim, c.simulated_width
+        E, H, K, J = c.simulated_heads, c.num_heads, c.query_dim, c.simulated_width
         weight: Any = self.head_v[0].weight
         weight.normal_(0, c.init_std)
         copies = weight.view(E // H, H, *weight.shape[1:])
@@ -187,7 +189,7 @@ class SAS(Attention):
         k, v = self.base.expand(self, slots)
         return self._simulate("k", k), self._heads(self.head_v, v)
 
-    def merge(self, out_BETV: Tensor) -> Tensor:
+    def merge(self, out_BETV: Tensor, x_BTD: Tensor) -> Tensor:
         c = self.config
         if c.aggregate == "full":
             return out_BETV
@@ -213,7 +215,7 @@ class SAS(Attention):
         z = pair[0](x_BHTK)
         return z + pair[1](F.relu(z))
 
-    def effective_map(self, patterns: Tensor) -> Tensor | None:
+    def effective_map(self, patterns: Tensor, x_BTD: Tensor) -> Tensor | None:
         """The mean over a head's simulated copies, (B, H, T, S); values are simulated without being linear in v."""
         if self.config.aggregate == "nonlinear":
             return None

@@ -7,7 +7,7 @@ FLOPs count two per multiply-add of matrix products and convolutions, forward, f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,16 +15,21 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from headloom.attention import Attention, AttentionConfig, build_from_config, make_config
+from headloom.attention import Attention, AttentionConfig, build_from_config, layer_config, make_config
 from headloom.core.errors import HeadloomError
+from headloom.ops.bit import BitLinear, pack_bits, weight_bytes, weight_count
 from headloom.ops.scores import flop_convention
 
-STEPS = ("project", "write", "queries", "read", "score", "merge", "output")
+STEPS = ("project", "write", "remember", "queries", "read", "expand", "score", "merge", "output")
+CORE = ("remember", "score")
+"""The steps in which tokens meet."""
 _WORDS = {
     "project": "projections of q, k, v",
     "write": "heads of k, v before the cache",
+    "remember": "what depends on earlier tokens",
     "queries": "heads of q",
     "read": "heads of k, v after the cache",
+    "expand": "keys and values for the scores",
     "score": "scores",
     "merge": "merge",
     "output": "output projection",
@@ -45,7 +50,10 @@ class Part:
 class Cost:
     """The cost of one attention layer for a sequence of `tokens` (forward, batch 1).
 
+    cache_constant_elements, cache_constant_bytes: of one sequence, however long; float32 at least.
     simulation_multiply_adds: per token, of one tensor (q) whose heads are simulated; 0 where none are.
+    parameters: numbers learned. parameter_bytes: what they take as built in the cost's type (mixes stay float32);
+    parameter_bytes_packed: what they take once `hl.pack_bits` has packed what it can, equal where that is nothing.
     """
 
     mechanism: str
@@ -57,7 +65,39 @@ class Cost:
     flops_exact: int
     cache_elements_per_token: int
     cache_bytes_per_token: int
+    cache_constant_elements: int
+    cache_constant_bytes: int
     simulation_multiply_adds: int
+    parameter_bytes: int
+    parameter_bytes_packed: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the whole sequence, without what a window no longer sees."""
+        held = min(self.config.window or self.tokens, self.tokens)
+        return self.cache_bytes_per_token * held + self.cache_constant_bytes
+
+    @property
+    def core_flops_full(self) -> int:
+        """FLOPs between tokens, all pairs: the scores, and what depends on earlier tokens."""
+        return sum(part.flops_full for part in self.parts if part.step in CORE)
+
+    @property
+    def core_flops_exact(self) -> int:
+        """The same, visible pairs."""
+        return sum(part.flops_exact for part in self.parts if part.step in CORE)
+
+    @property
+    def core_flops_rectangle(self) -> float:
+        """The same, a full rectangle of all queries by the keys of a window (or all): how the papers count."""
+        return self.core_flops_full * min(self.config.window or self.tokens, self.tokens) / self.tokens
+
+    @property
+    def core_flops_causal(self) -> float:
+        """The same, visible pairs of tokens at the whole price (pseudo-tokens may see less of their own token)."""
+        T, W = self.tokens, min(self.config.window or self.tokens, self.tokens)
+        below = W * (W + 1) // 2 + (T - W) * W
+        return self.core_flops_full * (below if self.config.causal else 2 * below - T) / T**2
 
     @property
     def flops_exact_per_token(self) -> float:
@@ -76,6 +116,11 @@ class Cost:
             "parts": [dataclasses.asdict(part) for part in self.parts],
             "flops_full_per_token": self.flops_full_per_token,
             "flops_exact_per_token": self.flops_exact_per_token,
+            "cache_bytes": self.cache_bytes,
+            "core_flops_full": self.core_flops_full,
+            "core_flops_exact": self.core_flops_exact,
+            "core_flops_rectangle": self.core_flops_rectangle,
+            "core_flops_causal": self.core_flops_causal,
         }
 
 
@@ -93,7 +138,7 @@ def cost(name: str, *, tokens: int = 1024, dtype: str = "float32", **options: An
 
 
 def config_cost(config: AttentionConfig, *, tokens: int = 1024, dtype: str = "float32") -> Cost:
-    """What the mechanism of a config costs; `dtype` is the cache's ("float32", "bfloat16", "float16")."""
+    """What the mechanism of a config costs; `dtype` is the cache's and the weights' ("float32", "bfloat16", ...)."""
     if tokens < 1:
         raise HeadloomError(f"tokens must be at least 1, not {tokens}")
     bytes_each = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}.get(dtype)
@@ -104,19 +149,43 @@ def config_cost(config: AttentionConfig, *, tokens: int = 1024, dtype: str = "fl
     full, exact = count_steps(attn, tokens, "full"), count_steps(attn, tokens, "exact")
     parts = tuple(Part(step, _WORDS[step], full[step], exact[step]) for step in STEPS)
     elements = sum(heads * width for heads, width in attn.cache_slots().values())
+    constant = sum(heads * rows * width for heads, rows, width in attn.constant_slots().values())
     # k's share of write + read is a mirror of q's, so one tensor's simulation is what the queries cost
     return Cost(
         mechanism=attn.name,
         config=config,
         tokens=tokens,
-        parameters=sum(p.numel() for p in attn.parameters()),
+        parameters=weight_count(attn),
         parts=parts,
         flops_full=sum(full.values()),
         flops_exact=sum(exact.values()),
         cache_elements_per_token=elements,
         cache_bytes_per_token=elements * bytes_each,
+        cache_constant_elements=constant,
+        cache_constant_bytes=constant * max(4, bytes_each),
         simulation_multiply_adds=full["queries"] // (2 * tokens),
+        parameter_bytes=weight_bytes(attn.to(getattr(torch, dtype))),
+        parameter_bytes_packed=packed_bytes(attn),
     )
+
+
+def layer_costs(
+    specs: Sequence[tuple[str, Mapping[str, Any]]], *, tokens: int = 1024, dtype: str = "float32", **shared: Any
+) -> list[Cost]:
+    """The cost of every layer of a model: (mechanism, options) each, over the sizes they share."""
+    known: dict[str, Cost] = {}
+    for name, options in specs:
+        if repr((name, options)) not in known:
+            config = layer_config(name, shared, options)
+            known[repr((name, options))] = config_cost(config, tokens=tokens, dtype=dtype)
+    return [known[repr((name, options))] for name, options in specs]
+
+
+def packed_bytes(module: nn.Module) -> int:
+    """Bytes of a module's weights once packed; it packs the module."""
+    if any(isinstance(part, BitLinear) for part in module.modules()):
+        pack_bits(module)
+    return weight_bytes(module)
 
 
 @torch.no_grad()
@@ -139,9 +208,11 @@ def _counted(attn: Attention, counts: dict[str, int]) -> Iterator[None]:
         method = getattr(attn, step)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
+            before = sum(counts.values())
             with FlopCounterMode(display=False) as counter:
                 out = method(*args, **kwargs)
-            counts[step] += counter.get_total_flops()
+            within = sum(counts.values()) - before  # of steps that this one takes, already counted
+            counts[step] += counter.get_total_flops() - within
             return out
 
         return counted
@@ -165,10 +236,15 @@ def model_flops(model: nn.Module, tokens: int, convention: str = "exact") -> int
     return counter.get_total_flops()
 
 
-def model_cost(model: nn.Module, tokens: int = 1024) -> dict[str, int]:
-    """Parameters (tied ones once) and forward FLOPs in both conventions of a language model on the meta device."""
+def model_cost(model: nn.Module, tokens: int = 1024, dtype: str = "float32") -> dict[str, int]:
+    """Of a language model on the meta device: parameters (tied ones once), their bytes in `dtype` as built and packed
+    (the model is cast, and packed where it can be), and forward FLOPs in both conventions."""
+    parameters = weight_count(model)
+    flops = {f"flops_{convention}": model_flops(model, tokens, convention) for convention in ("full", "exact")}
+    plain = weight_bytes(model.to(getattr(torch, dtype)))
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "flops_full": model_flops(model, tokens, "full"),
-        "flops_exact": model_flops(model, tokens, "exact"),
+        "parameters": parameters,
+        **flops,
+        "parameter_bytes": plain,
+        "parameter_bytes_packed": packed_bytes(model),
     }

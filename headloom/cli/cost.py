@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headloom.cli.common import Json, Size, console, ends_with_status, print_json
 
+if TYPE_CHECKING:
+    from headloom.bench.cost import Cost
+
 
 @ends_with_status
 def cost(
-    variant: Annotated[str, typer.Argument(help="A mechanism, with options after colons: iha:pseudo_heads=2.")],
+    variant: Annotated[
+        str, typer.Argument(help="A mechanism or schedule, with options after colons: iha:pseudo_heads=2.")
+    ],
     size: Size = "tiny",
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="pseudo_heads=2, hidden_size=768, num_heads=12, ... Repeatable.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Sequence length. Default: the size's context.")] = None,
-    dtype: Annotated[str, typer.Option(help="The type of the cache: float32, bfloat16, ...")] = "float32",
+    dtype: Annotated[str, typer.Option(help="The type of cache and weights: float32, bfloat16, ...")] = "float32",
     as_json: Json = False,
 ) -> None:
     """Print what a mechanism costs: one attention layer, and the whole model of that size.
@@ -37,7 +42,8 @@ def costs(
     variant: str, *, size: str, settings: Sequence[str], tokens: int | None = None, dtype: str = "float32"
 ) -> dict[str, Any]:
     """What `headloom cost --json` prints. Settings win over the variant's options, and both over the size."""
-    from headloom.bench.cost import cost as layer_cost
+    from headloom.attention.schedules import over_depth, pattern_of, places
+    from headloom.bench.cost import layer_costs
     from headloom.lab.sizes import gated_width, get_size
     from headloom.lab.variants import parse_options, parse_variant, split_pair
 
@@ -45,18 +51,24 @@ def costs(
     named = parse_variant(variant)
     pairs = [split_pair(setting, "--set") for setting in settings]
     given = parse_options(named.mechanism, [(name.removeprefix(f"{named.mechanism}."), text) for name, text in pairs])
-    options: dict[str, Any] = {"rope_theta": shape.rope_theta, **named.options, **given}
-    sizes = {
+    options: dict[str, Any] = {**named.options, **given}
+    shared: dict[str, Any] = {
         "hidden_size": options.pop("hidden_size", shape.hidden_size),
         "num_heads": options.pop("num_heads", shape.num_heads),
+        "rope_theta": options.pop("rope_theta", shape.rope_theta),
     }
+    if "head_dim" in options:
+        shared["head_dim"] = options.pop("head_dim")
     length = shape.tokens if tokens is None else tokens
-    attention = layer_cost(named.mechanism, tokens=length, dtype=dtype, **sizes, **options)
-    own_width = sizes["hidden_size"] == shape.hidden_size
+    pattern = pattern_of(named.mechanism, options, num_layers=shape.num_layers, tokens=length)
+    specs = over_depth(pattern, shape.num_layers)
+    layers = layer_costs(specs, tokens=length, dtype=dtype, **shared)
+    kinds = [spec for place, spec in enumerate(specs) if spec not in specs[:place]]
+    own_width = shared["hidden_size"] == shape.hidden_size
     backbone = {
-        **sizes,
+        **{name: value for name, value in shared.items() if name in ("hidden_size", "num_heads")},
         "num_layers": shape.num_layers,
-        "intermediate_size": shape.intermediate_size if own_width else gated_width(sizes["hidden_size"]),
+        "intermediate_size": shape.intermediate_size if own_width else gated_width(shared["hidden_size"]),
         "vocab_size": shape.vocab_size,
         "tie_embeddings": shape.tie_embeddings,
     }
@@ -65,30 +77,55 @@ def costs(
         "size": size,
         "tokens": length,
         "dtype": dtype,
-        "attention": attention.to_dict(),
+        **({"attention": layers[0].to_dict()} if len(kinds) == 1 else {}),
+        "layers": [
+            {
+                "layers": places([place for place, spec in enumerate(specs) if spec == kind]),
+                **layers[specs.index(kind)].to_dict(),
+            }
+            for kind in kinds
+        ],
+        "relative": _relative(layers[: len(pattern)], shared, length),
         "model": {
             **backbone,
             "nominal_parameters": shape.nominal_parameters if own_width else None,
-            **_model_cost(named.mechanism, options, backbone, length),
-            "cache_bytes_per_token": attention.cache_bytes_per_token * shape.num_layers,
+            **_model_cost(specs, {**shared, **backbone}, length, dtype),
+            "cache_bytes_per_token": sum(layer.cache_bytes_per_token for layer in layers),
+            "cache_bytes": sum(layer.cache_bytes for layer in layers),
+            "cache_constant_bytes": sum(layer.cache_constant_bytes for layer in layers),
         },
     }
 
 
-def _model_cost(mechanism: str, options: dict[str, Any], backbone: dict[str, Any], tokens: int) -> dict[str, int]:
+def _relative(layers: Sequence[Cost], shared: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """What a layer's scores cost on average, in those of the usual reference: counted as full rectangles of queries by
+    keys, as papers do, by visible pairs of tokens, and as they are computed."""
+    from headloom.bench.cost import layer_costs
+    from headloom.lab.variants import defaults
+
+    name = defaults().reference
+    usual = layer_costs([(name, {})], tokens=tokens, **shared)[0]
+
+    def average(count: str) -> float:
+        return sum(getattr(layer, count) for layer in layers) / len(layers) / getattr(usual, count)
+
+    return {
+        "reference": name,
+        "pattern": len(layers),
+        "rectangle": average("core_flops_rectangle"),
+        "causal": average("core_flops_causal"),
+        "exact": average("core_flops_exact"),
+    }
+
+
+def _model_cost(
+    specs: Sequence[tuple[str, dict[str, Any]]], sizes: dict[str, Any], tokens: int, dtype: str
+) -> dict[str, int]:
     from headloom.bench.cost import model_cost
     from headloom.hf import build_model
 
-    layer = {name: value for name, value in options.items() if name not in ("head_dim", "rope_theta")}
-    model = build_model(
-        (mechanism, layer),
-        head_dim=options.get("head_dim"),
-        rope_theta=options["rope_theta"],
-        max_positions=tokens,
-        device="meta",
-        **backbone,
-    )
-    return model_cost(model, tokens)
+    model = build_model(specs, max_positions=tokens, device="meta", **sizes)
+    return model_cost(model, tokens, dtype)
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -98,7 +135,7 @@ def _show(found: dict[str, Any]) -> None:
     from headloom.report.tables import short
 
     out = console()
-    tokens, layer, model = found["tokens"], found["attention"], found["model"]
+    tokens, model = found["tokens"], found["model"]
 
     def pair(exact: float, full: float) -> tuple[str, str]:
         return short(exact), short(full)
@@ -111,24 +148,27 @@ def _show(found: dict[str, Any]) -> None:
         return table
 
     out.print(f"{found['mechanism']} at size {found['size']}, {tokens:,} tokens, one sequence", markup=False)
-    out.print("One attention layer")
-    parts = flops_table("forward FLOPs per token")
-    for part in layer["parts"]:
-        if part["flops_full"]:
-            parts.add_row(part["title"], *pair(part["flops_exact"] / tokens, part["flops_full"] / tokens))
-    parts.add_section()
-    parts.add_row("together", *pair(layer["flops_exact_per_token"], layer["flops_full_per_token"]))
-    parts.add_row(f"for {tokens:,} tokens", *pair(layer["flops_exact"], layer["flops_full"]))
-    out.print(parts)
-    lines = [
-        f"parameters: {layer['parameters']:,}",
-        f"cache per token: {layer['cache_bytes_per_token']:,} bytes in {found['dtype']} "
-        f"({layer['cache_elements_per_token']:,} numbers)",
-    ]
-    if layer["simulation_multiply_adds"]:
-        lines.append(f"simulating heads, one tensor: {layer['simulation_multiply_adds']:,} multiply-adds per token")
-    for line in lines:
-        out.print(line, markup=False, soft_wrap=True)
+    for layer in found["layers"]:
+        name = "" if "attention" in found else f", {layer['mechanism']} in {_places(layer['layers'])}"
+        out.print(f"One attention layer{name}", markup=False, soft_wrap=True)
+        parts = flops_table("forward FLOPs per token")
+        for part in layer["parts"]:
+            if part["flops_full"]:
+                parts.add_row(part["title"], *pair(part["flops_exact"] / tokens, part["flops_full"] / tokens))
+        parts.add_section()
+        parts.add_row("together", *pair(layer["flops_exact_per_token"], layer["flops_full_per_token"]))
+        parts.add_row(f"for {tokens:,} tokens", *pair(layer["flops_exact"], layer["flops_full"]))
+        out.print(parts)
+        for line in _lines(layer, found["dtype"]):
+            out.print(line, markup=False, soft_wrap=True)
+    relative = found["relative"]
+    over = f", on average over {relative['pattern']} layers" if relative["pattern"] > 1 else ""
+    out.print(
+        f"scores, in those of {relative['reference']}{over}: {relative['rectangle']:.2f} as full rectangles (the "
+        f"papers' count), {relative['causal']:.2f} by visible pairs of tokens, {relative['exact']:.2f} as computed",
+        markup=False,
+        soft_wrap=True,
+    )
     out.print(
         f"\nThe whole model: {model['num_layers']} layers x {model['hidden_size']} x {model['num_heads']} heads, "
         f"feed-forward {model['intermediate_size']} (gated), vocabulary {model['vocab_size']:,} "
@@ -143,6 +183,42 @@ def _show(found: dict[str, Any]) -> None:
     nominal = model["nominal_parameters"]
     also = f" (mha as the papers count it, 12 D^2 a layer and no norms: {nominal:,})" if nominal else ""
     out.print(f"parameters: {model['parameters']:,}{also}", markup=False, soft_wrap=True)
+    out.print(_weights(model, found["dtype"]), markup=False, soft_wrap=True)
     out.print(
-        f"cache per token: {model['cache_bytes_per_token']:,} bytes in {found['dtype']}", markup=False, soft_wrap=True
+        f"cache per token: {model['cache_bytes_per_token']:,} bytes in {found['dtype']}; of {tokens:,} tokens, without "
+        f"what windows no longer see: {model['cache_bytes']:,} bytes",
+        markup=False,
+        soft_wrap=True,
     )
+    if model["cache_constant_bytes"]:
+        out.print(f"and per sequence: {model['cache_constant_bytes']:,} bytes", markup=False, soft_wrap=True)
+
+
+def _lines(layer: dict[str, Any], dtype: str) -> list[str]:
+    """What one layer holds."""
+    lines = [
+        f"parameters: {layer['parameters']:,}",
+        _weights(layer, dtype),
+        f"cache per token: {layer['cache_bytes_per_token']:,} bytes in {dtype} "
+        f"({layer['cache_elements_per_token']:,} numbers)",
+    ]
+    if layer["cache_constant_elements"]:
+        lines.append(
+            f"cache per sequence, however long: {layer['cache_constant_bytes']:,} bytes "
+            f"({layer['cache_constant_elements']:,} numbers, float32 at least)"
+        )
+    if layer["config"]["window"] is not None:
+        lines.append(f"window: {layer['config']['window']:,} tokens, oneself included; older ones need no cache")
+    if layer["simulation_multiply_adds"]:
+        lines.append(f"simulating heads, one tensor: {layer['simulation_multiply_adds']:,} multiply-adds per token")
+    return lines
+
+
+def _weights(found: dict[str, Any], dtype: str) -> str:
+    plain, packed = found["parameter_bytes"], found["parameter_bytes_packed"]
+    less = f"; {packed:,} bytes packed for inference" if packed != plain else ""
+    return f"weights: {plain:,} bytes in {dtype}{less}"
+
+
+def _places(layers: str) -> str:
+    return f"layer {layers}" if layers.isdigit() else f"layers {layers}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloom.attention import make_config, mechanisms
+from headloom.attention import layer_config, make_config, mechanisms, taken
 from headloom.attention.config import AttentionConfig
 from headloom.hf.cache import HFCache
 from headloom.hf.config import FAMILY_ROTARY
@@ -79,12 +79,12 @@ def attention_config(family: Family, config: Any, index: int, spec: dict[str, An
     """The `AttentionConfig` of layer `index`: the family's sizes and switches, and what the spec says besides."""
     common = family.common(config, index)
     options = spec.get("options") or {}
-    return make_config(spec["mechanism"], **{**common, **options})
+    return layer_config(spec["mechanism"], common, options)
 
 
 def spec_of(family: Family, config: Any, index: int, made: AttentionConfig, mechanism: str) -> dict[str, Any]:
     """What a config says beyond the family's config: written to disk, so that later defaults change nothing."""
-    common = family.common(config, index)
+    common = taken(mechanism, family.common(config, index))
     options = {k: v for k, v in made.to_dict().items() if k not in common or common[k] != v}
     return {"mechanism": mechanism, "options": options}
 

@@ -7,10 +7,12 @@ heads by K, "v" of G heads by V) passes through unchanged: an IHA model's cache 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from headloom.core.errors import HeadloomError
 from headloom.ops.cache import Cache, Seen
@@ -62,6 +64,70 @@ def unpack(first: Tensor, second: Tensor, shapes: dict[str, Shape]) -> Slots:
     return out
 
 
+class ConstantLayer(CacheLayerMixin):
+    """One layer's state of constant size in a transformers cache: it counts tokens, and beams reorder it."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Seen | None = None
+
+    def hold(self, seen: Seen) -> None:
+        self.seen, self.is_initialized = seen, True
+        self.dtype, self.device = next(iter(seen.slots.values())).dtype, seen.positions_BS.device
+
+    def nbytes(self) -> int:
+        return 0 if self.seen is None else sum(x.numel() * x.element_size() for x in self.seen.slots.values())
+
+    def get_seq_length(self) -> int:
+        return 0 if self.seen is None or self.seen.tokens is None else self.seen.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: `hold` gives the state."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise HeadloomError("this layer remembers a state of constant size and takes no keys and values")
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise HeadloomError(
+            "a state of constant size cannot be cropped: it holds no single tokens. Decode without assisted generation"
+        )
+
+    def reset(self) -> None:
+        self.seen, self.is_initialized = None, False
+
+    def _rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.seen is None:
+            return
+        slots = {name: change(x) for name, x in self.seen.slots.items()}
+        batch = next(iter(self.seen.slots.values())).shape[0]
+        documents = None if self.seen.documents_BS is None else change(self.seen.documents_BS)
+        positions = change(self.seen.positions_BS.expand(batch, -1))
+        self.seen = Seen(slots, positions, documents, self.seen.tokens)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._rows(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._rows(lambda x: x[indices])
+
+    def offload(self) -> None:
+        self._rows(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._rows(lambda x: x.to(self.device, non_blocking=True))
+
+
 class HFCache(Cache):
     """One layer's view of a transformers cache.
 
@@ -93,7 +159,21 @@ class HFCache(Cache):
         return min(seen, int(window) - 1)
 
     def held(self, layer: int = 0) -> Seen | None:
-        return None
+        stored = self._stored(layer)
+        return stored.seen if isinstance(stored, ConstantLayer) else None
+
+    def replace(self, layer: int, state: Seen) -> None:
+        layers = self.cache.layers
+        while len(layers) <= layer and self.cache.layer_class_to_replicate is not None:
+            layers.append(self.cache.layer_class_to_replicate())
+        if not isinstance(layers[layer], ConstantLayer):
+            if type(layers[layer]) is not DynamicLayer:
+                raise HeadloomError(
+                    f"a state of constant size cannot be kept in a {type(layers[layer]).__name__} of a "
+                    f"{type(self.cache).__name__}: leave cache_implementation at its default (dynamic)"
+                )
+            layers[layer] = ConstantLayer()
+        layers[layer].hold(state)
 
     def append(self, layer: int, new: Seen) -> Seen:
         past = self._continue(layer, new)
@@ -129,8 +209,10 @@ class HFCache(Cache):
         return past
 
     def nbytes(self) -> int:
-        pairs = ((layer.keys, layer.values) for layer in self.cache.layers if layer.is_initialized)
-        return sum(x.numel() * x.element_size() for pair in pairs for x in pair)
+        layers = [layer for layer in self.cache.layers if layer.is_initialized]
+        pairs = ((layer.keys, layer.values) for layer in layers if not isinstance(layer, ConstantLayer))
+        growing = sum(x.numel() * x.element_size() for pair in pairs for x in pair)
+        return growing + sum(layer.nbytes() for layer in layers if isinstance(layer, ConstantLayer))
 
     def __repr__(self) -> str:
         return f"HFCache({self.cache!r})"

@@ -115,6 +115,7 @@ def grafted_config(config: Any, layers: Sequence[dict[str, Any] | None], *, rota
     cls = config_class(values["model_type"])
     out = cls.from_dict({**values, MODEL_TYPE: {"format": FORMAT, "rotary": rotary, "layers": list(layers)}})
     out._attn_implementation_internal = config._attn_implementation
+    out._experts_implementation_internal = config._experts_implementation
     out._name_or_path = config._name_or_path
     return out
 

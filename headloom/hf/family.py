@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -50,6 +51,17 @@ class Family:
     def common(self, config: Any, index: int) -> dict[str, Any]:
         """The mechanism-independent fields of `AttentionConfig` for layer `index`, from the family's config."""
         raise NotImplementedError
+
+    def own_config(
+        self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Fields of the family's config for a model of ours, from `sizes` as Llama's config names them.
+
+        windows: every layer's; where the config can say it, transformers' cache drops what no layer can see any more.
+        experts: "experts" and "experts_per_token" if given, for families that route tokens.
+        Raises HeadloomError for a family that is only grafted.
+        """
+        raise HeadloomError(f"models of family '{self.name}' are grafted, not built here: load one and use hl.graft")
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headloom.attention import make_config, mechanisms
+from headloom.attention import layer_config, make_config, mechanisms
 from headloom.attention.config import AttentionConfig
 from headloom.core.errors import HeadloomError
 from headloom.hf.adapter import spec_of
@@ -202,7 +202,7 @@ def _config(family: Family, config: Any, index: int, mechanism: str, given: dict
     if mechanism not in mechanisms():
         make_config(mechanism)  # raises with the near names
     defaults = mechanisms()[mechanism].config_cls.graft_defaults(given)
-    return make_config(mechanism, **{**family.common(config, index), **defaults, **given})
+    return layer_config(mechanism, family.common(config, index), {**defaults, **given})
 
 
 def _check_exact(change: LayerChange, plain: AttentionConfig) -> None:
@@ -213,9 +213,9 @@ def _check_exact(change: LayerChange, plain: AttentionConfig) -> None:
     names = [name for name in fields if getattr(made, name) != getattr(plain, name)]
     if not names and not made.exact:
         names = [name for name in type(made).graft_defaults({}) if hasattr(made, name)]
-    if names:
+    if names or not made.exact:
         given = ", ".join(f"{name}={getattr(made, name)}" for name in names)
         raise HeadloomError(
-            f"{change.mechanism} with {given} does not start as the attention it replaces: "
-            "leave these options to graft, or pass allow_change=True"
+            f"{change.mechanism}{' with ' if names else ''}{given} does not start as the attention it replaces: "
+            f"{'leave these options to graft, or ' if names else ''}pass allow_change=True"
         )

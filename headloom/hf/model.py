@@ -15,6 +15,8 @@ from headloom.hf.config import layer_specs
 from headloom.hf.family import Family, attentions
 from headloom.hf.masks import IMPLEMENTATION, dense_mask, register
 
+GROUPED_ALIGNMENT = 8  # 16 bytes of a half type
+
 
 class Graft:
     """Before a family's head class: builds, initialises, masks and saves a model with grafted layers.
@@ -69,6 +71,13 @@ class Graft:
             for parameter, value in kept:
                 parameter.copy_(value)
 
+    def bits_were_packed(self) -> None:
+        """`hl.pack_bits` replaced projections: the config, and so a saved folder, says which layers are packed."""
+        modules: list[Any] = attentions(self.family, self)
+        for attention, spec in zip(modules, self.config.headloom["layers"], strict=True):
+            if spec is not None:
+                spec["options"] = {**(spec.get("options") or {}), "projection": attention.config.projection}
+
     # ---- the call -------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, documents: Tensor | None = None, **kwargs: Any) -> Any:
         """The family's forward. `documents`: ints (B, T), tokens of different documents do not see each other; they
@@ -120,6 +129,19 @@ class Graft:
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for a decorator in the source of a class's module: the family's says it, ours does not."""
+        head: Any = cls.__mro__[cls.__mro__.index(Graft) + 1]
+        return head._can_set_experts_implementation()
+
+    def _grouped_mm_can_dispatch(self) -> bool:
+        """Asked before experts are multiplied in one grouped product (else one by one); its rows must be aligned."""
+        widths = (self.config.hidden_size, self.config.intermediate_size)
+        if any(width % GROUPED_ALIGNMENT for width in widths):
+            raise ValueError(f"grouped experts need widths that are multiples of {GROUPED_ALIGNMENT}, not {widths}")
+        return super()._grouped_mm_can_dispatch()  # type: ignore[misc]
 
 
 def _loaded(parameter: nn.Parameter) -> bool:

@@ -280,6 +280,12 @@ def _notes(variants: Sequence[Variant], plan: Plan) -> list[str]:
         for variant in variants
         for name in variant.defaulted
     ]
+    notes += [
+        f"{label} remembers {budget['cache_constant_bytes']:,} bytes a sequence, however long, besides what its tokens "
+        "leave in the cache."
+        for label, budget in plan.budgets.items()
+        if budget["cache_constant_bytes"]
+    ]
     widths = ", ".join(f"{label} {budget['intermediate_size']}" for label, budget in plan.budgets.items())
     return [
         *notes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from headloom.core.errors import HeadloomError
@@ -21,28 +21,38 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Every key whose values differ over the labelled configs: key -> {label: value}."""
+def differences(
+    configs: Mapping[str, Mapping[str, Any]], without: Mapping[str, Collection[str]] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Every key whose values differ over the labelled configs: key -> {label: value}.
+
+    `without`: label -> keys that mean nothing to what it stands for; its value there is not compared.
+    """
+    without = without or {}
     flat = {label: flatten(config) for label, config in configs.items()}
     keys = list(dict.fromkeys(key for config in flat.values() for key in config))
     found = {}
     for key in keys:
-        values = {label: config.get(key, ABSENT) for label, config in flat.items()}
-        first = next(iter(values.values()))
+        values = {label: config.get(key, ABSENT) for label, config in flat.items() if key not in without.get(label, ())}
+        first = next(iter(values.values()), None)
         if any(type(value) is not type(first) or value != first for value in values.values()):
             found[key] = values
     return found
 
 
-def refuse_other_differences(configs: Mapping[str, Mapping[str, Any]], allowed: Iterable[str]) -> None:
+def refuse_other_differences(
+    configs: Mapping[str, Mapping[str, Any]],
+    allowed: Iterable[str],
+    without: Mapping[str, Collection[str]] | None = None,
+) -> None:
     """Raise HeadloomError, printing the difference, if the configs differ in a key that is not allowed.
 
-    `allowed` are whole keys ("seed") or prefixes ending in a point ("mechanism_options.").
+    `allowed` are whole keys ("seed") or prefixes ending in a point ("mechanism_options."); `without` as `differences`.
     """
     allowed = tuple(allowed)
     other = {
         key: values
-        for key, values in differences(configs).items()
+        for key, values in differences(configs, without).items()
         if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in allowed)
     }
     if other:

@@ -76,40 +76,74 @@ def make_plan(spec: CompareSpec) -> Plan:
     configs = {
         variant.label: {
             "mechanism": variant.mechanism,
-            "attention": attentions[variant.label],
+            **attentions[variant.label],
             **_settings(runs[variant.label, spec.seeds[0]]),
         }
         for variant in spec.variants
     }
-    refuse_other_differences(configs, allowed_differences(spec))
+    refuse_other_differences(configs, allowed_differences(spec), meaningless(spec))
     return Plan(spec, corpus, data, tokenizer, runs, budgets, configs)
 
 
 def attention_config(spec: CompareSpec, variant: VariantSpec) -> dict[str, Any]:
-    """The resolved config of one attention layer; a HeadloomError names the variant whose options do not fit."""
-    from headloom.attention import make_config
+    """The resolved attention; a HeadloomError names the variant whose options do not fit.
 
-    shared = {
-        "hidden_size": spec.hidden_size,
-        "num_heads": spec.num_heads,
-        "head_dim": spec.head_dim,
-        "rope_theta": spec.rope_theta,
-    }
+    {"attention": the config of every layer} for a mechanism. For a schedule "attention" is what its layers share, and
+    "layers" what else each kind of layer is: {"0-3,5-8": {"mechanism": ..., option: value}}.
+    """
+    from headloom.attention import AttentionConfig, layer_config
+    from headloom.attention.schedules import option_classes, places
+    from headloom.core.config import fields_of
+
     try:
-        return make_config(variant.mechanism, **{**shared, **variant.options}).to_dict()
+        specs = layer_specs(spec, variant)
+        made = [layer_config(name, _shared(spec), options) for name, options in specs]
+        classes = option_classes(variant.mechanism)
+        if len(classes) == 1:
+            return {"attention": made[0].to_dict()}
+        of_schedule, common = fields_of(classes[0]), fields_of(AttentionConfig)
+        given = {k: v for k, v in variant.options.items() if k in common and k not in of_schedule}
+        shared = AttentionConfig(**{**_shared(spec), **given}).to_dict()
     except HeadloomError as error:
         raise HeadloomError(f"{variant.label}: {error}") from None
+    kinds: dict[str, list[int]] = {}
+    layers = [
+        {"mechanism": name, **{k: v for k, v in config.to_dict().items() if k not in shared or shared[k] != v}}
+        for (name, _), config in zip(specs, made, strict=True)
+    ]
+    for index, layer in enumerate(layers):
+        kinds.setdefault(repr(layer), []).append(index)
+    return {"attention": shared, "layers": {places(indices): layers[indices[0]] for indices in kinds.values()}}
+
+
+def layer_specs(spec: CompareSpec, variant: VariantSpec) -> list[tuple[str, dict[str, Any]]]:
+    """(mechanism, options) of every layer."""
+    from headloom.attention.schedules import layers_of
+
+    return layers_of(variant.mechanism, variant.options, num_layers=spec.num_layers, tokens=spec.tokens)
 
 
 def allowed_differences(spec: CompareSpec) -> set[str]:
-    """Keys in which runs may differ: the mechanism, the options that are its own, the feed-forward width, the seed."""
-    from headloom.attention import AttentionConfig, mechanisms
+    """Keys in which runs may differ: the mechanism or schedule, its own options, the feed-forward width, the seed."""
+    from headloom.attention import AttentionConfig
+    from headloom.attention.config import BASE_FIELDS
+    from headloom.attention.schedules import option_classes
     from headloom.core.config import fields_of
 
-    common = set(fields_of(AttentionConfig)) - {"base", "num_kv_heads"}
-    classes: list[Any] = [mechanisms()[variant.mechanism].config_cls for variant in spec.variants]
+    common = set(fields_of(AttentionConfig)) - {"base", "num_kv_heads", *BASE_FIELDS}
+    classes = [cls for variant in spec.variants for cls in option_classes(variant.mechanism)]
     own = {name for config_cls in classes for name in fields_of(config_cls)}
-    return {"mechanism", "intermediate_size", "seed"} | {f"attention.{name}" for name in own - common}
+    return {"mechanism", "layers.", "intermediate_size", "seed"} | {f"attention.{name}" for name in own - common}
+
+
+def meaningless(spec: CompareSpec) -> dict[str, set[str]]:
+    """By label, the keys of the attention that make no difference: its mechanism has no use for them, or they follow
+    from its base."""
+    from headloom.attention import layer_config, mechanisms
+
+    alone = [v for v in spec.variants if v.mechanism in mechanisms()]
+    made = {v.label: layer_config(v.mechanism, _shared(spec), v.options) for v in alone}
+    return {label: {f"attention.{name}" for name in {*c.without, *c.base_fields}} for label, c in made.items()}
 
 
 def run_config(spec: CompareSpec, variant: VariantSpec, intermediate_size: int, seed: int) -> RunConfig:
@@ -117,10 +151,13 @@ def run_config(spec: CompareSpec, variant: VariantSpec, intermediate_size: int, 
     from headloom.train import RunConfig
 
     # `rope_theta` is the model's: layers read it from there, so that all of them turn alike.
-    options = {name: value for name, value in variant.options.items() if name != "rope_theta"}
+    specs = [
+        (name, {option: value for option, value in options.items() if option != "rope_theta"})
+        for name, options in layer_specs(spec, variant)
+    ]
     return RunConfig(
         name=f"{variant.label}-seed{seed}",
-        specs=[(variant.mechanism, options)],
+        specs=specs[:1] if all(layer == specs[0] for layer in specs) else specs,
         hidden_size=spec.hidden_size,
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
@@ -143,8 +180,9 @@ def count_parameters(spec: CompareSpec, variant: VariantSpec, vocab_size: int, i
     from headloom.hf import build_model
 
     run = run_config(spec, variant, intermediate_size, 0)
+    specs = [(layer.mechanism, dict(layer.options)) for layer in run.specs]
     model = build_model(
-        (variant.mechanism, dict(run.specs[0].options)),
+        specs * (run.num_layers // len(specs)),
         vocab_size=vocab_size,
         hidden_size=run.hidden_size,
         num_layers=run.num_layers,
@@ -161,7 +199,7 @@ def count_parameters(spec: CompareSpec, variant: VariantSpec, vocab_size: int, i
 
 
 def _budgets(spec: CompareSpec, vocab_size: int) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
-    from headloom.bench.cost import cost
+    from headloom.bench.cost import layer_costs
 
     target = count_parameters(spec, spec.variant(spec.reference), vocab_size, spec.intermediate_size)
     widths: dict[str, int] = {}
@@ -178,23 +216,24 @@ def _budgets(spec: CompareSpec, vocab_size: int) -> tuple[dict[str, int], dict[s
                 tolerance=TOLERANCE,
             )
             widths[variant.label], parameters = match.intermediate_size, match.parameters
-        layer = cost(variant.mechanism, tokens=spec.tokens, **_layer_options(spec, variant))
+        layers = layer_costs(layer_specs(spec, variant), tokens=spec.tokens, **_shared(spec))
         budgets[variant.label] = {
             "intermediate_size": widths[variant.label],
             "parameters": parameters,
-            "attention_flops_per_token": spec.num_layers * layer.flops_exact / spec.tokens,
-            "cache_bytes_per_token": spec.num_layers * layer.cache_bytes_per_token,
+            "attention_flops_per_token": sum(layer.flops_exact for layer in layers) / spec.tokens,
+            "cache_bytes_per_token": sum(layer.cache_bytes_per_token for layer in layers),
+            "cache_constant_bytes": sum(layer.cache_constant_bytes for layer in layers),
         }
     return widths, budgets
 
 
-def _layer_options(spec: CompareSpec, variant: VariantSpec) -> dict[str, Any]:
+def _shared(spec: CompareSpec) -> dict[str, Any]:
+    """What the model gives the attention of every layer."""
     return {
         "hidden_size": spec.hidden_size,
         "num_heads": spec.num_heads,
         "head_dim": spec.head_dim,
         "rope_theta": spec.rope_theta,
-        **variant.options,
     }
 
 

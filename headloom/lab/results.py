@@ -64,7 +64,8 @@ def summarise(
     """The content of results.json.
 
     Args:
-        planned: label -> intermediate_size, parameters, attention_flops_per_token, cache_bytes_per_token.
+        planned: label -> intermediate_size, parameters, attention_flops_per_token, cache_bytes_per_token,
+            cache_constant_bytes.
         configs: label -> resolved run configuration (of one seed).
         timing: label -> median, low, high, repeats of the interleaved step times, in seconds; may be empty.
     """

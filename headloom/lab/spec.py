@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class VariantSpec(_Strict):
-    """A mechanism, its options as given, and the label it goes by."""
+    """A mechanism or a schedule of layers, its options as given, and the label it goes by."""
 
     label: str = Field(min_length=1)
     mechanism: str

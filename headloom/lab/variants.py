@@ -1,4 +1,7 @@
-"""What is compared, as text: `iha:pseudo_heads=2:order=token` is a mechanism's name, then its options after colons."""
+"""What is compared, as text: `iha:pseudo_heads=2:order=token` is a name, then options after colons.
+
+The name is a mechanism's, or a schedule's, which says what stands in which layer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from headloom.core.errors import HeadloomError, near, unknown
+from headloom.core.errors import HeadloomError, near
 
 # What every layer of every variant takes from the model's size: a variant that sets one is not a variant of attention.
 OF_THE_SIZE = ("hidden_size", "num_heads", "head_dim")
@@ -17,9 +20,9 @@ OF_THE_SIZE = ("hidden_size", "num_heads", "head_dim")
 
 @dataclass(frozen=True)
 class Variant:
-    """One mechanism with its options, as given (defaults are not spelled out).
+    """One mechanism or schedule with its options, as given (defaults are not spelled out).
 
-    `label` names it in tables and folders: the mechanism's name, with its options where the name alone is not unique.
+    `label` names it in tables and folders: its name, with its options where the name alone is not unique.
     `defaulted` are the options that came from defaults.toml.
     """
 
@@ -51,25 +54,23 @@ def defaults() -> Defaults:
 
 
 def parse_options(mechanism: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Typed options of one mechanism from (name, text) pairs; unknown mechanisms and options give the near names."""
-    from headloom.attention import mechanisms
+    """Typed options of a mechanism or schedule from (name, text) pairs; unknown ones give the near names."""
+    from headloom.attention.schedules import option_classes
     from headloom.core.config import fields_of, parse_option
 
-    known = mechanisms()
-    if mechanism not in known:
-        raise unknown("mechanism", mechanism, known)
-    config_cls: Any = known[mechanism].config_cls
+    classes = option_classes(mechanism)
     options: dict[str, Any] = {}
     for name, text in pairs:
-        allowed = fields_of(config_cls)
-        if name not in allowed:
+        having = [cls for cls in classes if name in fields_of(cls)]
+        if not having:
+            allowed = dict.fromkeys(field for cls in classes for field in fields_of(cls))
             raise HeadloomError(
                 f"unknown option '{name}' of {mechanism}.{near(name, allowed)} Allowed: {', '.join(allowed)}"
             )
         if name in options:
             raise HeadloomError(f"option '{name}' of {mechanism} is given twice; give it once")
         try:
-            options[name] = parse_option(config_cls, name, text)
+            options[name] = parse_option(having[0], name, text)
         except HeadloomError as error:
             raise HeadloomError(f"{mechanism}: {error}") from None
     return options

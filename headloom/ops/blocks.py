@@ -1,6 +1,8 @@
-"""Scores in query blocks, materialised one block at a time: dropout, soft-cap, other normalisations, and maps."""
+"""Scores in query blocks, materialised one at a time: dropout, soft-cap, other normalisations, hooks, and maps."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from headloom.ops.masks import Visibility, expand_pseudo
 
 _BLOCK_ELEMENTS = 1 << 24  # of one block's scores, all heads
+_NEAR_ELEMENTS = 1 << 21  # of one that stays in a processor's caches: on CPU twice as fast
+_FEWEST_ROWS = 16  # not cut further for that
+
+Hook = Callable[[Tensor], Tensor] | None
 
 
 def attend(
@@ -24,44 +30,86 @@ def attend(
     kind: str,
     softcap: float | None,
     dropout: float,
+    on_logits: Hook = None,
+    on_weights: Hook = None,
 ) -> Tensor:
     """As `headloom.ops.scores.attend`; several blocks are recomputed in the backward, so memory stays one block's."""
-    B, H = q_BHTK.shape[:2]
-    tokens = max(1, _BLOCK_ELEMENTS // (B * H * k_BGSK.shape[2] * pseudo))
+    P, T = pseudo, visibility.T
+    may_be_dead = visibility.documents_BS is not None or visibility.pairs_BTS is not None
 
     def block(q: Tensor, k: Tensor, v: Tensor, first: int, last: int) -> Tensor:
+        start, end = visibility.reach(first, last)
+        rows, columns = slice(first * P, last * P), slice(start * P, end * P)
         visible = visibility.dense(first, last, device=q.device)
-        visible = expand_pseudo(visible, visibility.past + first, pseudo, virtual)
-        weights = weigh(q[:, :, first * pseudo : last * pseudo], k, visible, scale, kind=kind, softcap=softcap)
+        visible = expand_pseudo(visible, visibility.past + first, P, virtual)[:, :, columns]
+        weights = weigh(
+            q[:, :, rows],
+            k[:, :, columns],
+            visible,
+            scale,
+            kind=kind,
+            softcap=softcap,
+            on_logits=on_logits,
+            on_weights=on_weights,
+            may_be_dead=may_be_dead,
+        )
         weights = F.dropout(weights, dropout) if dropout else weights
-        return _over_groups(weights.to(v.dtype), v)
+        return _over_groups(weights.to(v.dtype), v[:, :, columns])
 
-    if tokens >= visibility.T:
-        return block(q_BHTK, k_BGSK, v_BGSV, 0, visibility.T)
-    firsts = range(0, visibility.T, tokens)
+    each = q_BHTK.shape[0] * q_BHTK.shape[1] * P * P
+    tokens = _tokens(_BLOCK_ELEMENTS // each, visibility)
+    if q_BHTK.device.type == "cpu":
+        tokens = min(tokens, max(_FEWEST_ROWS, _tokens(_NEAR_ELEMENTS // each, visibility)))
+    if tokens >= T:
+        return block(q_BHTK, k_BGSK, v_BGSV, 0, T)
+    # the largest block first: later ones fit where it was, while growing ones would leave the heap in pieces
     outs = [
-        checkpoint(block, q_BHTK, k_BGSK, v_BGSV, i, min(visibility.T, i + tokens), use_reentrant=False) for i in firsts
+        checkpoint(block, q_BHTK, k_BGSK, v_BGSV, i, min(T, i + tokens), use_reentrant=False)
+        for i in reversed(range(0, T, tokens))
     ]
-    return torch.cat(outs, dim=2)
+    return torch.cat(outs[::-1], dim=2)
+
+
+def _tokens(room: int, visibility: Visibility) -> int:
+    """Query tokens of a block with room for so many pairs of tokens; W rows in a window of W see at most 3 W keys."""
+    tokens, window = room // visibility.S, visibility.window
+    return max(1, tokens if window is None else max(tokens, min(window, room // (3 * window))))
 
 
 def weigh(
-    q_BHTK: Tensor, k_BGSK: Tensor, visible_BTS: Tensor, scale: float, *, kind: str, softcap: float | None
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    visible_BTS: Tensor,
+    scale: float,
+    *,
+    kind: str,
+    softcap: float | None,
+    on_logits: Hook = None,
+    on_weights: Hook = None,
+    may_be_dead: bool = True,
 ) -> Tensor:
-    """Attention weights (B, H, T, S) in float32 at least; rows that see nothing are 0."""
+    """Attention weights (B, H, T, S) in float32 at least; rows that see nothing (if any `may_be_dead`) are 0."""
     wide = torch.promote_types(q_BHTK.dtype, torch.float32)
-    logits = _over_groups(q_BHTK.to(wide), k_BGSK.to(wide).transpose(-1, -2)) * scale
+    logits = _over_groups(q_BHTK.to(wide) * scale, k_BGSK.to(wide).transpose(-1, -2))
+    if on_logits is not None:
+        logits = on_logits(logits)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    hidden = ~visible_BTS.unsqueeze(1)
+    weights = normalise(logits, ~visible_BTS.unsqueeze(1), kind, may_be_dead)
+    return weights if on_weights is None else on_weights(weights)
+
+
+def normalise(logits: Tensor, hidden: Tensor, kind: str, may_be_dead: bool) -> Tensor:
     if kind == "identity":
         return logits.masked_fill(hidden, 0)
-    logits = logits.masked_fill(hidden, -torch.inf)
     if kind == "hard":
+        logits = logits.masked_fill(hidden, -torch.inf)
         top = (logits == logits.amax(-1, keepdim=True)) & ~hidden
-        return top.to(wide) / top.sum(-1, keepdim=True).clamp(min=1)
+        return top.to(logits.dtype) / top.sum(-1, keepdim=True).clamp(min=1)
+    if not may_be_dead:
+        return torch.softmax(logits.masked_fill(hidden, -torch.inf), -1)
     dead = hidden.all(-1, keepdim=True)
-    return torch.softmax(logits.masked_fill(dead, 0), -1).masked_fill(hidden, 0)
+    return torch.softmax(logits.masked_fill(hidden & ~dead, -torch.inf), -1).masked_fill(dead, 0)
 
 
 def _over_groups(x_BHTS: Tensor, y_BGSV: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The cache: named slots that grow along the token axis, and what the masks need of each token."""
+"""The cache: named slots that grow along the token axis or are constant, and what the masks need of each token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ class Seen:
 
     slots: name -> (B, heads, S, width); positions_BS: ints (1 or B, S); documents_BS: ints (B, S), -1 = padding, or
     None when every token is real and of one document.
+
+    tokens: how many tokens were seen, where a constant state stands for them: positions and documents are then not
+    those of tokens but of the slots' rows (of the last real token, in a cache).
     """
 
     slots: dict[str, Tensor]
     positions_BS: Tensor
     documents_BS: Tensor | None = None
+    tokens: int | None = None
 
 
 class Cache:
@@ -34,7 +38,10 @@ class Cache:
 
     def length(self, layer: int = 0) -> int:
         """Tokens seen by a layer."""
-        return self.layers[layer].positions_BS.shape[-1] if layer in self.layers else 0
+        if layer not in self.layers:
+            return 0
+        seen = self.layers[layer]
+        return seen.positions_BS.shape[-1] if seen.tokens is None else seen.tokens
 
     def held(self, layer: int = 0) -> Seen | None:
         return self.layers.get(layer)
@@ -57,6 +64,11 @@ class Cache:
         """Remember this call's tokens; returns everything remembered."""
         self.layers[layer] = self.peek(layer, new)
         return self.layers[layer]
+
+    def replace(self, layer: int, state: Seen) -> None:
+        """Remember a constant state in the place of the one before; it says how many tokens it has seen."""
+        assert state.tokens is not None
+        self.layers[layer] = state
 
     def nbytes(self) -> int:
         """Bytes of all slots (positions and documents, a few bytes per token, are not counted)."""

@@ -183,6 +183,12 @@ class Visibility:
             pairs = visible if pairs is None else pairs & visible
         return cls(T, S, rules.causal, rules.window, documents_BS, pairs)
 
+    def reach(self, first: int, last: int) -> tuple[int, int]:
+        """The keys start..end that causality and the window leave to the query rows first..last."""
+        W = self.S if self.window is None else self.window
+        end = self.past + last + (0 if self.causal else W - 1)
+        return max(0, self.past + first - W + 1), min(self.S, end)
+
     def dense(self, first: int = 0, last: int | None = None, *, device: torch.device | None = None) -> Tensor:
         """Bool (B or 1, rows, S) for the query rows first..last: the definition, used within blocks and by maps."""
         last = self.T if last is None else last

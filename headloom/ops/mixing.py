@@ -31,6 +31,18 @@ class Mix(nn.Module):
         return "x".join(map(str, self.weight.shape))
 
 
+def mix_scores(weight_OH: Tensor, x_BHTS: Tensor) -> Tensor:
+    """sum_h weight[o, h] x[b, h, t, s] as one matrix product over all pairs, (B, O, T, S) contiguous."""
+    with own_width(x_BHTS):
+        return (weight_OH.to(x_BHTS.dtype) @ x_BHTS.flatten(2)).unflatten(2, x_BHTS.shape[2:])
+
+
+def own_width(x: Tensor) -> contextlib.AbstractContextManager:
+    """Without autocast."""
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext()
+
+
 def mix_heads(weight_OH: Tensor, x_BHTK: Tensor) -> Tensor:
     """sum_h weight[o, h] x[b, h, t, k] as one matrix product per token, (B, O, T, K).
 
@@ -38,7 +50,6 @@ def mix_heads(weight_OH: Tensor, x_BHTK: Tensor) -> Tensor:
     in float32 at least, under autocast too.
     """
     wide = torch.promote_types(x_BHTK.dtype, torch.float32)
-    autocast = not x_BHTK.is_meta and torch.is_autocast_enabled(x_BHTK.device.type)
-    with torch.autocast(x_BHTK.device.type, enabled=False) if autocast else contextlib.nullcontext():
+    with own_width(x_BHTK):
         out = weight_OH.to(wide) @ x_BHTK.transpose(1, 2).to(wide)
     return out.to(x_BHTK.dtype).transpose(1, 2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,11 @@ def flop_convention(name: str) -> Iterator[None]:
         _convention = before
 
 
+def convention() -> str:
+    """The convention of the `flop_convention` around, for the formulas of other operators on pairs."""
+    return _convention
+
+
 def attend(
     q_BHTK: Tensor,
     k_BGSK: Tensor,
@@ -61,31 +66,49 @@ def attend(
     kind: str = "softmax",
     softcap: float | None = None,
     dropout: float = 0.0,
+    on_logits: Callable[[Tensor], Tensor] | None = None,
+    on_weights: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + mask) v, (B, H, T, V); with `pseudo` = P the token axes hold T*P and S*P pseudo-tokens.
 
     Query head h reads kv head h // (H // G). A row that sees no key is 0. `virtual`: a pseudo-query does not see the
     later pseudo-keys of its own token. `kind`: "softmax", "identity" (scores as they are) or "hard" (equal weight on
     all maxima of a row). `softcap` c: scores become c tanh(scores / c). `dropout` acts on the weights.
+    `on_logits` and `on_weights` act on all heads' scores (B, H, T, S) at once, a block of queries and keys at a time,
+    for every (query, key) alone: on scaled logits before soft-cap, mask and softmax; on weights before dropout.
     """
     if 0 in q_BHTK.shape or 0 in k_BGSK.shape:
         return q_BHTK.new_zeros(*q_BHTK.shape[:3], v_BGSV.shape[-1])
-    plain = kind == "softmax" and softcap is None and dropout == 0.0
+    hooks = [hook for hook in (on_logits, on_weights) if hook is not None]
+    plain = kind == "softmax" and softcap is None and dropout == 0.0 and not hooks
     if not plain and not q_BHTK.is_meta:  # on the meta device only shapes and operation counts matter
-        _record("blocks")
+        record("blocks")
         return blocks.attend(
-            q_BHTK, k_BGSK, v_BGSV, visibility, scale, pseudo, virtual, kind=kind, softcap=softcap, dropout=dropout
+            q_BHTK,
+            k_BGSK,
+            v_BGSV,
+            visibility,
+            scale,
+            pseudo,
+            virtual,
+            kind=kind,
+            softcap=softcap,
+            dropout=dropout,
+            on_logits=on_logits,
+            on_weights=on_weights,
         )
     lowered = pieces.lower(visibility, q_BHTK.shape[0], pseudo, virtual)
-    _record("masked" if lowered is None else "fused")
+    record("masked" if lowered is None else "fused")
     rule = [visibility.T, visibility.S, int(visibility.causal), visibility.window or 0, pseudo, int(virtual)]
     given = (None, None) if lowered is not None else (visibility.documents_BS, visibility.pairs_BTS)
     flat = [number for piece in lowered or () for number in piece]
     out, _ = torch.ops.headloom.scores(q_BHTK, k_BGSK, v_BGSV, *given, rule, flat, lowered is None, scale)
+    for hook in hooks:  # on the meta device: once on as many pairs as are counted
+        hook(q_BHTK.new_empty(1, q_BHTK.shape[1], 1, _pairs(q_BHTK.shape, k_BGSK.shape, flat, lowered is None)))
     return out
 
 
-def _record(path: str) -> None:
+def record(path: str) -> None:
     for counter in _recording:
         counter[path] += 1
 
@@ -192,23 +215,25 @@ def _masked_blocks(q: Tensor, documents: Tensor | None, pairs: Tensor | None, ru
         yield slice(first * P, last * P), slice(start * P, end * P), bias.unsqueeze(1)
 
 
-def _multiply_adds(q_shape, k_shape, v_shape, rule, flat, masked) -> int:
-    """Of the two score products: (query width + value width) per counted pair and head."""
-    B, H, T, K = q_shape
+def _pairs(q_shape, k_shape, flat, masked) -> int:
+    """Counted (query, key) pairs of the batch, per head."""
     if _convention == "full" or masked:
-        pairs = B * T * k_shape[2]
-    else:
-        pairs = sum(piece.pairs() for piece in _pieces(flat))
-    return pairs * H * (K + v_shape[-1])
+        return q_shape[0] * q_shape[2] * k_shape[2]
+    return sum(piece.pairs() for piece in _pieces(flat))
+
+
+def _multiply_adds(q_shape, k_shape, v_shape, flat, masked) -> int:
+    """Of the two score products: (query width + value width) per counted pair and head."""
+    return _pairs(q_shape, k_shape, flat, masked) * q_shape[1] * (q_shape[-1] + v_shape[-1])
 
 
 @register_flop_formula(torch.ops.headloom.scores)
 def _flops(q, k, v, documents, pairs, rule, pieces, masked, scale, *, out_shape=None, **_) -> int:
-    return 2 * _multiply_adds(q, k, v, rule, pieces, masked)
+    return 2 * _multiply_adds(q, k, v, pieces, masked)
 
 
 @register_flop_formula(torch.ops.headloom.scores_backward)
 def _backward_flops(
     grad, q, k, v, out, lse, documents, pairs, rule, pieces, masked, scale, *, out_shape=None, **_
 ) -> int:
-    return 4 * _multiply_adds(q, k, v, rule, pieces, masked)
+    return 4 * _multiply_adds(q, k, v, pieces, masked)

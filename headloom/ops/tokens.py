@@ -50,7 +50,8 @@ def restarts(positions: Tensor, real: Tensor | None = None, held: Seen | None = 
     """Document ids (B, T) from positions that restart, or None where none does (while compiling: always ids)."""
     if positions.is_meta:  # shapes only: nothing restarts
         return None
-    rows = positions.shape[0] if real is None else real.shape[0]
+    known = [x for x in (real, *(() if held is None else (held.positions_BS, held.documents_BS))) if x is not None]
+    rows = max(x.shape[0] for x in (positions, *known))
     positions = positions.expand(rows, -1)
     last, document = _last(held, positions)
     if real is None:

@@ -200,3 +200,21 @@ def test_state_dict_names_and_shapes():
 def test_qk_norm_names_and_shapes(norm, q, k):
     shapes = {n: tuple(t.shape) for n, t in hl.attention("gqa", **GQA, qk_norm=norm).state_dict().items()}
     assert (shapes["q_norm.weight"], shapes["k_norm.weight"]) == (q, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mha", "gqa", "mqa", "iha", "sas"])
+def test_large_logits_stay_finite(name, dtype):
+    """Logits of magnitude 1e3 in half precision: outputs and every gradient stay finite."""
+    module = hl.attention(name, hidden_size=32, num_heads=4).to(dtype).eval()
+    x = torch.randn(2, 9, 32, dtype=dtype)
+    ready = module._prepare(x)
+    k = ready.k.repeat_interleave(ready.q.shape[1] // ready.k.shape[1], 1)
+    peak = (ready.q.float() @ k.float().transpose(-1, -2)).abs().max() * module._scale(ready.q)
+    with torch.no_grad():
+        module.q_proj.weight.mul_(1e3 / peak)
+    x.requires_grad_()
+    out = module(x)
+    out.float().pow(2).sum().backward()
+    assert out.isfinite().all() and x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in module.parameters())

@@ -21,6 +21,11 @@ BUILDS = {
     "iha-paired": ("iha", {"pseudo_heads": 2, "phase": "token", "interaction": "paired", "collapse": "mean"}),
     "sas": ("sas", {"simulated_heads": 6, "simulated_width": 8, "kernel_size": 3}),
     "sas-base": ("sas", {"simulated_heads": 6, "simulated_width": 8, "kernel_size": 1, "cache": "base"}),
+    "mla": ("mla", {"rotary_dim": 6, "plain_dim": 5}),
+    "tpa": ("tpa", {}),
+    "iha-mla": ("iha", {"base": "mla", "rotary_dim": 6, "pseudo_heads": 2, "phase": "virtual"}),
+    "iha-tpa": ("iha", {"base": "tpa", "pseudo_heads": 2, "phase": "virtual", "cache": "expanded"}),
+    "sas-mla": ("sas", {"base": "mla", "rotary_dim": 6, "simulated_heads": 6, "kernel_size": 1, "cache": "base"}),
 }
 SCALINGS = {
     "linear": {"factor": 4.0},

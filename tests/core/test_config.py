@@ -69,7 +69,7 @@ def test_configs_survive_json(name: str):
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(HeadloomError, match=r"unknown option 'windw'. Did you mean 'window'"):
         type(config).from_dict({**config.to_dict(), "windw": 3})
-    assert config.replace(window=5).window == 5 and config.window is None
+    assert config.replace(norm_eps=0.5).norm_eps == 0.5 and config.norm_eps == 1e-6
     with pytest.raises(AttributeError):
         config.window = 3
 

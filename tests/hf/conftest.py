@@ -92,6 +92,47 @@ def llama():
     return make
 
 
+def in_float64(model):
+    """A mixture of experts; transformers' fast product of its experts takes no float64."""
+    model.set_experts_implementation("eager")
+    return stir(model.double()).eval()
+
+
+@pytest.fixture
+def mixtral():
+    """mixtral(sliding_window=4, ...): a plain MixtralForCausalLM of five experts from transformers."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    def make(**changes):
+        fields = {
+            "vocab_size": 37,
+            "hidden_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "intermediate_size": 29,
+            "num_local_experts": 5,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            **changes,
+        }
+        return in_float64(MixtralForCausalLM(MixtralConfig(**fields)))
+
+    return make
+
+
+@pytest.fixture
+def routed():
+    """routed(specs, **sizes): our own Mixtral of five experts, two a token, with random values everywhere."""
+
+    def make(specs, **changes):
+        own = {"family": "mixtral", "experts": 5, "experts_per_token": 2}
+        return in_float64(build_model(specs, **{**SIZES, **own, **changes}))
+
+    return make
+
+
 @pytest.fixture
 def ids():
     """ids(B, T): token ids without special tokens, the same for equal sizes."""

@@ -35,3 +35,34 @@ def test_prefixes_and_types():
     with pytest.raises(HeadloomError):
         refuse_other_differences({"a": {"o": {"x": 1}}, "b": {"o": {"y": 2}}}, {"o"})
     assert differences({"a": {"x": True}, "b": {"x": 1}}) == {"x": {"a": True, "b": 1}}
+
+
+def test_what_means_nothing_to_a_mechanism_makes_no_difference():
+    """bilinear has no rotary: its rope_theta None is not compared, but the others' are, with each other."""
+    configs = {"a": {"rope": 1.0, "seed": 0}, "b": {"rope": None, "seed": 0}, "c": {"rope": 1.0, "seed": 0}}
+    without = {"b": {"rope"}}
+    with pytest.raises(HeadloomError, match=r"rope: a 1.0, b None, c 1.0"):
+        refuse_other_differences(configs, ())
+    refuse_other_differences(configs, (), without)
+    with pytest.raises(HeadloomError, match=r"rope: a 1.0, c 2.0"):
+        refuse_other_differences({**configs, "c": {"rope": 2.0, "seed": 0}}, (), without)
+    with pytest.raises(HeadloomError, match="seed"):
+        refuse_other_differences({**configs, "b": {"rope": None, "seed": 1}}, (), without)
+
+
+def test_a_mechanism_without_rotary_compares_with_those_that_have_it():
+    from headloom.lab.plan import allowed_differences, attention_config, meaningless
+    from headloom.lab.sizes import get_size
+    from headloom.lab.spec import make_spec
+    from headloom.lab.variants import parse_variants
+
+    def check(variants):
+        given = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1}
+        spec = make_spec(parse_variants(variants), get_size("tiny"), **given)
+        configs = {v.label: attention_config(spec, v) for v in spec.variants}
+        refuse_other_differences(configs, allowed_differences(spec), meaningless(spec))
+        return {label: config["attention"]["rope_theta"] for label, config in configs.items()}
+
+    assert check("mha,mfa,bilinear,linear") == {"mha": 10000.0, "mfa": 10000.0, "bilinear": None, "linear": None}
+    with pytest.raises(HeadloomError, match=r"attention.rope_theta: mha 10000.0, mha:rope_theta=5.0 5.0;"):
+        check("mha,mha:rope_theta=5,linear")

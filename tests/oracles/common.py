@@ -1,5 +1,6 @@
 """What every oracle shares: settings with their own defaults, who sees whom, rotation, one row of attention."""
 
+import importlib
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ def settings(mechanism: str, **options: Any) -> SimpleNamespace:
     s = SimpleNamespace(
         head_dim=None, num_kv_heads=None, value_dim=None, causal=True, window=None, qk_norm=None, norm_eps=1e-6,
         rope_theta=10000.0, rotary_dim=None, softcap=None, projection="linear", score="softmax", scale=None,
-        inv_freq=None, rope_factor=1.0, by_log_sum=False,
+        inv_freq=None, rope_factor=1.0, by_log_sum=False, base=None, q_rank=None, latent_dim=None, plain_dim=None,
+        k_rank=None, v_rank=None, kv_only=False,
     )  # fmt: skip
     if mechanism == "iha":
         vars(s).update(pseudo_heads=None, interaction="interleaved", order="virtual", phase="virtual", collapse="full")
@@ -27,6 +29,17 @@ def settings(mechanism: str, **options: Any) -> SimpleNamespace:
         s.head_dim = s.hidden_size // heads
     if s.value_dim is None:
         s.value_dim = s.head_dim
+    if s.base is None:
+        s.base = mechanism if mechanism in ("mla", "tpa") else "gqa"
+    s.query_dim = s.head_dim
+    if s.base == "mla":
+        s.rotary_dim = s.rotary_dim or 2 * math.ceil(s.head_dim / 4)
+        s.plain_dim = s.plain_dim or s.head_dim
+        s.latent_dim = s.latent_dim or min(s.hidden_size, 4 * s.head_dim)
+        s.query_dim = s.rotary_dim + s.plain_dim
+    if s.base == "tpa":
+        s.q_rank = s.q_rank or min(6, heads, s.head_dim)
+        s.k_rank, s.v_rank = (s.k_rank or min(2, heads, s.head_dim)), (s.v_rank or min(2, heads, s.value_dim))
     if s.num_kv_heads is None:
         s.num_kv_heads = {"gqa": max(1, heads // 4), "mqa": 1}.get(mechanism, heads)
     if s.inv_freq is None and s.rope_theta is not None:
@@ -38,7 +51,7 @@ def settings(mechanism: str, **options: Any) -> SimpleNamespace:
         if s.simulated_heads is None:
             s.simulated_heads = 3 * heads
         if s.simulated_width is None:
-            s.simulated_width = 2 * math.ceil(1.25 * s.head_dim / 2)
+            s.simulated_width = 2 * math.ceil(1.25 * s.query_dim / 2)
     return s
 
 
@@ -139,6 +152,8 @@ def row_weights(q: Tensor, keys: list[Tensor], s: SimpleNamespace, scale: float)
 
 def base_heads(w: Weights, x: Tensor, s: SimpleNamespace) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """One token's q (H of K), k (G of K), v (G of V): projected and normed, not rotated."""
+    if s.base in ("mla", "tpa"):
+        return importlib.import_module(f"oracles.{s.base}").heads(w, x, s)
     out = []
     for name, heads, width in (
         ("q", s.num_heads, s.head_dim),

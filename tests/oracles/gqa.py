@@ -12,7 +12,7 @@ def output(w, x_BTD, s, *, positions=None, padding=None, documents=None):
 
 
 def _scale(s):
-    return s.scale if s.scale is not None else 1 / math.sqrt(s.head_dim)
+    return s.scale if s.scale is not None else 1 / math.sqrt(s.query_dim)
 
 
 def _turned(w, x_TD, s, row):

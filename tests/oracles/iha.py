@@ -44,7 +44,7 @@ def _pseudo(w, x_TD, s, row: Row):
 
 
 def _scale(s):
-    return s.scale if s.scale is not None else 1 / math.sqrt(s.head_dim)
+    return s.scale if s.scale is not None else 1 / math.sqrt(s.query_dim)
 
 
 def _interleaved_row(w, x_TD, s, row: Row):

@@ -27,7 +27,8 @@ PLAIN = 3  # of them for mechanisms that only choose the number of key/value hea
 
 
 def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
-    """pytest params of (name, config): tiny(), its `variations()`, each common option, each choice of each Literal.
+    """pytest params of (name, config): tiny(), its `variations()`, each common option, each choice of each Literal,
+    and the mechanism over each other base that it admits.
 
     `lean` leaves out the common options beyond causality and windows, for the slow tests.
     """
@@ -43,9 +44,12 @@ def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
         plain = len(dataclasses.fields(cls)) == fewest  # adds no option: its own test has them all against the oracle
         changes = COMMON[:PLAIN] if plain or lean else list(COMMON)
         for field in dataclasses.fields(cls)[fewest if lean else 0 :] if not plain else ():
-            changes += [{field.name: choice} for choice in literals(hints[field.name])]
+            # "packed" projections are made by hl.pack_bits from trained ones, with tests of their own
+            choices = [choice for choice in literals(hints[field.name]) if choice != "packed"]
+            changes += [{field.name: choice} for choice in choices]
         heads = tiny().num_heads
         changes += [{"num_kv_heads": g} for g in range(1, heads) if heads % g == 0 and not lean]
+        changes += [change for base in cls.bases if base != tiny().base for change in over(base, cls, hints, lean)]
         for change in changes:
             try:
                 config = tiny(**change)
@@ -57,6 +61,14 @@ def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
     return params
 
 
+def over(base: str, cls: Any, hints: dict[str, Any], lean: bool) -> list[dict[str, Any]]:
+    """Changes for a mechanism over another base; one that grouped keys are a case of (mha, mqa) needs no options."""
+    if base in ("gqa", "mha", "mqa"):
+        return [] if lean else [{"base": base}]
+    options = [] if lean else [*COMMON[:PLAIN], *({"cache": choice} for choice in literals(hints.get("cache")))]
+    return [{"base": base, **option} for option in [{}, *options]]
+
+
 def only(admits: Callable[[str, Any], bool]) -> Callable[[Any], Any]:
     """Mark a conformance test to run only on the (name, config) for which it says something."""
 
@@ -65,6 +77,14 @@ def only(admits: Callable[[str, Any], bool]) -> Callable[[Any], Any]:
         return test
 
     return mark
+
+
+def accepts(config: Any, **changes: Any) -> bool:
+    """Whether the mechanism can be built with these changes."""
+    try:
+        return bool(config.replace(**changes))
+    except ValueError:
+        return False
 
 
 def literals(annotation: Any) -> list[Any]:

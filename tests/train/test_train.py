@@ -16,6 +16,7 @@ from headloom import hf
 from headloom.core.errors import HeadloomError
 from headloom.data import TrainingRows
 from headloom.evaluate import bits_per_byte
+from headloom.ops.mixing import Mix
 from headloom.train.records import read_metrics
 from headloom.train.run import build, resolve, train
 
@@ -128,7 +129,9 @@ def test_no_decay_groups_reach_the_optimizer(mechanism, run_tiny, monkeypatch):
     groups = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in made[0].param_groups}
     assert set(groups) == {0.25, 0.0}
     assert groups[0.0] == hf.no_decay_names(held[0])
-    assert {name for name in names.values() if "norm" in name or "_mix" in name or name.endswith("bias")} == groups[0.0]
+    mixes = {f"{path}.weight" for path, module in held[0].named_modules() if isinstance(module, Mix)}
+    vectors = {name for name, p in held[0].named_parameters() if p.ndim == 1}  # norms, biases, a mechanism's vectors
+    assert mixes | vectors == groups[0.0]
     assert groups[0.0] | groups[0.25] == set(names.values())
     assert sum(len(group["params"]) for group in made[0].param_groups) == len(names)
     spared = [p.numel() for name, p in held[0].named_parameters() if name in groups[0.0]]

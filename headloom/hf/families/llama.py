@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from headloom.core.errors import HeadloomError
 from headloom.hf.family import Family
 from headloom.hf.rope import from_parameters
 
@@ -47,6 +49,20 @@ class Llama(Family):
             "rope_theta": rope_theta,
             "rope_scaling": rope_scaling,
         }
+
+    def own_config(
+        self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]
+    ) -> dict[str, Any]:
+        if experts:
+            given = ", ".join(f"{name}={value}" for name, value in experts.items())
+            raise HeadloomError(f"a llama model has one feed-forward a layer, came {given}: use family='mixtral'")
+        widths = {w for w in windows if w is not None}
+        if len(widths) != 1:
+            return sizes  # none; or several, of which a config can say only one: the cache then keeps everything
+        if None not in windows:
+            return {**sizes, "sliding_window": widths.pop()}
+        kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
+        return {**sizes, "sliding_window": widths.pop(), "layer_types": kinds}
 
 
 FAMILY = Llama()

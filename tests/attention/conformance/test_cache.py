@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracles.compare import assert_close, draw
 from oracles.modules import module_of
-from oracles.variations import only
+from oracles.variations import accepts, only
 
 import headloom as hl
 
@@ -61,7 +61,7 @@ def test_cached_with_left_padding(causal, chunks, whole):
         assert_close(found[0, 3:], module(x[:1, 3:]).detach()[0], "padded and cached, alone", 1e-10)
 
 
-@only(lambda name, config: config.window is None)
+@only(lambda name, config: config.window is None and accepts(config, window=4))
 @pytest.mark.parametrize("chunks", [[1] * 12, [2] * 6, [5, 1, 1, 5]], ids=["ones", "twos", "mixed"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_case_6_window_four_with_a_cache(causal, chunks, padded):
@@ -114,7 +114,8 @@ def test_packed_prefill_then_more_of_the_last_document(causal):
 
 
 def test_the_cache_holds_what_the_slots_say(causal):
-    """Elements per token are cache_slots()'s heads times width; the cache's type is the model's."""
+    """Elements per token are cache_slots()'s heads times width, and constant_slots() whatever the number of tokens;
+    the cache's type is the model's."""
     module = module_of(causal, torch.float32)
     x = draw(2, 5, causal[1].hidden_size).float()
     sizes = []
@@ -123,8 +124,11 @@ def test_the_cache_holds_what_the_slots_say(causal):
         module(x[:, :tokens], cache=cache)
         sizes.append(cache.nbytes())
     per_token = sum(heads * width for heads, width in module.cache_slots().values())
-    assert sizes == [4 * 2 * tokens * per_token for tokens in (2, 5)]
+    constant = sum(heads * rows * width for heads, rows, width in module.constant_slots().values())
+    assert sizes == [4 * 2 * (tokens * per_token + constant) for tokens in (2, 5)] and sizes[1] > 0
     held = cache.held(0)
-    assert set(held.slots) == set(module.cache_slots()) and cache.length(0) == 5
+    assert set(held.slots) == {*module.cache_slots(), *module.constant_slots()} and cache.length(0) == 5
+    for name, shape in module.constant_slots().items():
+        assert held.slots[name].shape == (2, *shape) and held.slots[name].dtype == torch.float32
     for name, (heads, width) in module.cache_slots().items():
         assert held.slots[name].shape == (2, heads, 5, width) and held.slots[name].dtype == torch.float32

@@ -75,7 +75,8 @@ def test_every_parameter_gets_a_gradient(spec):
     module = module_of(spec)
     module(draw(2, 7, config.hidden_size)).pow(2).sum().backward()
     silent = [n for n, p in module.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
-    scored = [n for n in silent if not n.startswith(("q_", "k_", "head_q", "head_k", "feature_q", "feature_k"))]
+    scoring = ("q_", "k_", "k2_", "beta_", "head_q", "head_k", "feature_q", "feature_k")
+    scored = [n for n in silent if not n.startswith(scoring)]
     assert not (scored if config.score == "hard" or config.window == 1 else silent), silent
 
 
@@ -113,7 +114,7 @@ def test_compiles(lean):
     compare_compiled(lean, padded=False)
 
 
-@only(lambda name, config: config in (type(config).tiny(), type(config).tiny(window=2)))
+@only(lambda name, config: config.window in (None, 2) and config.replace(window=None) == type(config).tiny())
 def test_padding_compiles(lean):
     """Padding stays a tensor in the graph."""
     compare_compiled(lean, padded=True)
@@ -156,13 +157,15 @@ def test_built_on_meta_then_initialised(spec):
     assert torch.isfinite(module(draw(2, 5, config.hidden_size).float())).all()
 
 
+@only(lambda name, config: getattr(config, "init", None) != "paper")  # which is of the base too
 def test_reset_heads_leaves_the_projections(spec):
     module = module_of(spec, torch.float32)
+    bare = type("Bare", (type(module),), {"build_heads": lambda self: None, "reset_heads": lambda self: None})
+    base = {n for n, _ in bare(module.config).named_parameters()}
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     module.reset_heads()
-    base = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "q_norm.", "k_norm.")
     for n, p in module.named_parameters():
-        if n.startswith(base):
+        if n in base:
             assert torch.equal(p, before[n]), f"{n} changed"
         elif p.numel() > 1 and p.dim() > 1:
             assert not torch.equal(p, before[n]), f"{n} was not initialised"
@@ -198,12 +201,14 @@ def test_rows_of_a_batch_do_not_meet(spec):
     module = module_of(spec)
     x = draw(3, 5, config.hidden_size)
     alone = torch.cat([module(row[None]) for row in x])
-    assert_close(module(x).detach(), alone.detach(), "rows alone", 1e-12)
+    tolerance = 1e-12 if config.projection == "linear" else 1e-2  # the last bit of a sum may move one 8-bit rounding
+    assert_close(module(x).detach(), alone.detach(), "rows alone", tolerance)
 
 
 @only(lambda name, config: config.score != "identity")
 def test_maps_rows_sum_to_one(spec):
-    """Every pattern is a distribution over the visible keys (softmax and hard), zero where nothing is seen."""
+    """Every pattern is a distribution over the visible keys (softmax and hard), or its rows sum to what the mechanism
+    says; zero where nothing is seen."""
     config = spec[1]
     module = module_of(spec)
     x = draw(2, 5, config.hidden_size)
@@ -214,8 +219,10 @@ def test_maps_rows_sum_to_one(spec):
     patterns = patterns.reshape(2, -1, 5 * times, 5 * times)
     sums = patterns.sum(-1)
     live = real.repeat_interleave(times, 1)[:, None].expand_as(sums)
-    assert (sums[live] - 1).abs().max() < 1e-12 and (sums[~live] == 0).all()
-    assert (patterns >= 0).all()
+    said = module.row_sums()
+    wanted = torch.ones_like(sums) if said is None else said.detach()[None, :, None].expand_as(sums)
+    assert (sums[live] - wanted[live]).abs().max() < max(1e-12, module.row_slack) and (sums[~live] == 0).all()
+    assert said is not None or (patterns >= 0).all()
     assert (patterns[0, :, :, : 2 * (patterns.shape[-1] // 5)] == 0).all()
 
 
@@ -227,7 +234,9 @@ def test_cost_is_measured_from_the_module(spec):
     module = hl.attention(name, **options)
     assert cost.parameters == sum(p.numel() for p in module.parameters())
     assert cost.cache_elements_per_token == sum(heads * width for heads, width in module.cache_slots().values())
+    constant = sum(heads * rows * width for heads, rows, width in module.constant_slots().values())
     assert cost.cache_bytes_per_token == 4 * cost.cache_elements_per_token
+    assert cost.cache_constant_elements == constant and cost.cache_constant_bytes == 4 * constant
     assert 0 < cost.flops_exact <= cost.flops_full
     doubled = hl.cost(name, tokens=16, dtype="bfloat16", **options)
     assert doubled.cache_bytes_per_token == 2 * doubled.cache_elements_per_token

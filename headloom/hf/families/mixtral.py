@@ -1,0 +1,71 @@
+"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Llama's attention without biases over a mixture of feed-forwards.
+
+Every layer has E feed-forwards ("experts"); a linear router sends each token to the best k of them, weighted by the
+softmax over these k. One window serves all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from headloom.core.errors import HeadloomError
+from headloom.hf.family import Family
+from headloom.hf.rope import from_parameters
+
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2  # as published
+
+
+class Mixtral(Family):
+    name = "mixtral"
+
+    def config_class(self) -> Any:
+        from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+
+        return MixtralConfig
+
+    def attention_class(self) -> type:
+        from transformers.models.mixtral.modeling_mixtral import MixtralAttention
+
+        return MixtralAttention
+
+    def head_classes(self) -> dict[str, type]:
+        from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+
+        return {"AutoModelForCausalLM": MixtralForCausalLM}
+
+    def layers(self, model: Any) -> nn.ModuleList:
+        return model.model.layers
+
+    def common(self, config: Any, index: int) -> dict[str, Any]:
+        rope_theta, rope_scaling = from_parameters(config.rope_parameters, config.max_position_embeddings)
+        return {
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
+            "causal": True,
+            "window": config.sliding_window,
+            "dropout": float(config.attention_dropout or 0.0),
+            "qkv_bias": False,
+            "out_bias": False,
+            "norm_eps": config.rms_norm_eps,
+            "rope_theta": rope_theta,
+            "rope_scaling": rope_scaling,
+        }
+
+    def own_config(
+        self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]
+    ) -> dict[str, Any]:
+        count = experts.get("experts", EXPERTS)
+        chosen = experts.get("experts_per_token", EXPERTS_PER_TOKEN)
+        if not 1 <= chosen <= count:
+            raise HeadloomError(f"experts_per_token must be from 1 to the number of experts {count}, not {chosen}")
+        sizes = {**sizes, "num_local_experts": count, "num_experts_per_tok": chosen}
+        # one window for all layers is all that the config can say; where they differ, the cache keeps everything
+        return {**sizes, "sliding_window": windows[0] if len(set(windows)) == 1 else None}
+
+
+FAMILY = Mixtral()
