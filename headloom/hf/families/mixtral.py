@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from headloom.core.errors import HeadloomError
-from headloom.hf.family import Family
-from headloom.hf.rope import from_parameters
+from headloom.hf.families.llama import Llama
 
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2  # as published
 
 
-class Mixtral(Family):
+class Mixtral(Llama):
     name = "mixtral"
 
     def config_class(self) -> Any:
@@ -36,25 +33,8 @@ class Mixtral(Family):
 
         return {"AutoModelForCausalLM": MixtralForCausalLM}
 
-    def layers(self, model: Any) -> nn.ModuleList:
-        return model.model.layers
-
     def common(self, config: Any, index: int) -> dict[str, Any]:
-        rope_theta, rope_scaling = from_parameters(config.rope_parameters, config.max_position_embeddings)
-        return {
-            "hidden_size": config.hidden_size,
-            "num_heads": config.num_attention_heads,
-            "num_kv_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
-            "causal": True,
-            "window": config.sliding_window,
-            "dropout": float(config.attention_dropout or 0.0),
-            "qkv_bias": False,
-            "out_bias": False,
-            "norm_eps": config.rms_norm_eps,
-            "rope_theta": rope_theta,
-            "rope_scaling": rope_scaling,
-        }
+        return {**super().common(config, index), "window": config.sliding_window}
 
     def own_config(
         self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]
