@@ -13,6 +13,7 @@ It stands on this floor because a named schedule names mechanisms, and nothing a
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ from headloom.core.registry import Registry
 Spec = tuple[str, dict[str, Any]]
 
 
-class Schedule:
+class Schedule(abc.ABC):
     """A named pattern. `config_cls` are its own options; all others go to every layer whose mechanism has them."""
 
     name: ClassVar[str]
@@ -35,9 +36,9 @@ class Schedule:
     config_cls: ClassVar[Any]
     mechanisms: ClassVar[tuple[str, ...]]
 
+    @abc.abstractmethod
     def pattern(self, own: Any, num_layers: int, tokens: int | None) -> list[Spec]:
         """One period for a model of `num_layers` in a context of `tokens`."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

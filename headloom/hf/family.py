@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import importlib
 import pkgutil
@@ -13,7 +14,7 @@ from torch import nn
 from headloom.core.errors import HeadloomError
 
 
-class Family:
+class Family(abc.ABC):
     """Where a transformers family keeps its attention and what its config says about it.
 
     A family file defines one subclass and `FAMILY = ThatClass()`. It imports transformers' modelling code inside the
@@ -34,23 +35,23 @@ class Family:
     }
     """Our projection -> the path of theirs inside the attention they come from."""
 
-    def config_class(self) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def config_class(self) -> Any: ...
 
+    @abc.abstractmethod
     def attention_class(self) -> type:
         """The class a layer's attention must have to be replaced (somebody else's replacement is refused)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def head_classes(self) -> dict[str, type]:
         """Auto class name -> the family's class with that head, for every head that can be grafted."""
-        raise NotImplementedError
 
-    def layers(self, model: Any) -> nn.ModuleList:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def layers(self, model: Any) -> nn.ModuleList: ...
 
+    @abc.abstractmethod
     def common(self, config: Any, index: int) -> dict[str, Any]:
         """The mechanism-independent fields of `AttentionConfig` for layer `index`, from the family's config."""
-        raise NotImplementedError
 
     def own_config(
         self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]

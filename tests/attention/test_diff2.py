@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracles import diff2 as oracle
 from oracles.common import settings
-from oracles.compare import assert_close, assert_matches, draw, randomise, sides
+from oracles.compare import COMMON_OPTIONS, assert_close, assert_matches, draw, randomise, sides
 
 import headloom as hl
 from headloom.core.errors import HeadloomError
@@ -14,22 +14,8 @@ MHA = {"hidden_size": 11, "num_heads": 3, "head_dim": 6}
 GQA = {"hidden_size": 11, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
 KINDS = ["left", "right", "holes", "documents", "alternating", "offset", "restart", "padded_documents", "documents_win"]
 OPTIONS = {
+    **COMMON_OPTIONS,
     "default": {},
-    "encoder": {"causal": False},
-    "window1": {"window": 1},
-    "window2": {"window": 2},
-    "encoder_window2": {"causal": False, "window": 2},
-    "no_rotary": {"rope_theta": None},
-    "rotary2": {"rotary_dim": 2, "rope_theta": 20.0},
-    "norm_head": {"qk_norm": "head"},
-    "norm_width": {"qk_norm": "width", "norm_eps": 0.2},
-    "softcap": {"softcap": 0.7},
-    "value_dim": {"value_dim": 5},
-    "biases": {"qkv_bias": True, "out_bias": True},
-    "scale": {"scale": 0.3},
-    "identity": {"score": "identity"},
-    "hard": {"score": "hard", "window": 3},
-    "bit": {"projection": "bit"},
     "one_kv_head": {"num_kv_heads": 1},
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles import iha as oracle
 from oracles.common import settings
-from oracles.compare import assert_close, assert_matches, draw, randomise, sides
+from oracles.compare import COMMON_OPTIONS, assert_close, assert_matches, draw, randomise, sides
 
 import headloom as hl
 from headloom.core.errors import HeadloomError
@@ -18,23 +18,9 @@ PAIRED_GQA = {**GQA, "interaction": "paired", "phase": "token", "collapse": "mea
 CHOICES = list(itertools.product(["virtual", "token"], ["virtual", "token"], ["full", "head", "mean"]))
 
 OPTIONS = {
-    "encoder": {"causal": False},
-    "window1": {"window": 1},
-    "window2": {"window": 2},
+    **COMMON_OPTIONS,
     "window3": {"window": 3},
-    "encoder_window2": {"causal": False, "window": 2},
-    "no_rotary": {"rope_theta": None},
-    "rotary2": {"rotary_dim": 2, "rope_theta": 20.0},
-    "norm_head": {"qk_norm": "head"},
-    "norm_width": {"qk_norm": "width", "norm_eps": 0.2},
-    "softcap": {"softcap": 0.7},
-    "value_dim": {"value_dim": 5},
-    "biases": {"qkv_bias": True, "out_bias": True},
-    "scale": {"scale": 0.3},
-    "identity": {"score": "identity"},
     "identity_encoder": {"score": "identity", "causal": False, "rope_theta": None, "scale": 1.0},
-    "hard": {"score": "hard", "window": 3},
-    "bit": {"projection": "bit"},
     "one_pseudo_head": {"pseudo_heads": 1},
     "three_pseudo_heads": {"pseudo_heads": 3},
     "default_pseudo_heads": {"pseudo_heads": None},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles import sas as oracle
 from oracles.common import settings
-from oracles.compare import assert_matches, draw, randomise, sides
+from oracles.compare import COMMON_OPTIONS, assert_matches, draw, randomise, sides
 
 import headloom as hl
 from headloom.core.errors import HeadloomError
@@ -16,21 +16,7 @@ GQA = {**MHA, "num_heads": 4, "num_kv_heads": 2, "simulated_heads": 8, "simulate
 CHOICES = list(itertools.product(["head_first", "feature_first"], ["mean", "nonlinear", "full"], [1, 3, 5]))
 
 OPTIONS = {
-    "encoder": {"causal": False},
-    "window1": {"window": 1},
-    "window2": {"window": 2},
-    "encoder_window2": {"causal": False, "window": 2},
-    "no_rotary": {"rope_theta": None},
-    "rotary2": {"rotary_dim": 2, "rope_theta": 20.0},
-    "norm_head": {"qk_norm": "head"},
-    "norm_width": {"qk_norm": "width", "norm_eps": 0.2},
-    "softcap": {"softcap": 0.7},
-    "value_dim": {"value_dim": 5},
-    "biases": {"qkv_bias": True, "out_bias": True},
-    "scale": {"scale": 0.3},
-    "identity": {"score": "identity"},
-    "hard": {"score": "hard", "window": 3},
-    "bit": {"projection": "bit"},
+    **COMMON_OPTIONS,
     "kernel7": {"kernel_size": 7},
     "narrow": {"simulated_width": 4},
     "no_extra_heads": {"simulated_heads": 3},

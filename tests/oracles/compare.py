@@ -6,6 +6,26 @@ from torch import Tensor, nn
 SIDES = ("positions", "padding", "documents")
 
 
+#: options common to all mechanisms, to be compared with the oracle one at a time
+COMMON_OPTIONS = {
+    "encoder": {"causal": False},
+    "window1": {"window": 1},
+    "window2": {"window": 2},
+    "encoder_window2": {"causal": False, "window": 2},
+    "no_rotary": {"rope_theta": None},
+    "rotary2": {"rotary_dim": 2, "rope_theta": 20.0},
+    "norm_head": {"qk_norm": "head"},
+    "norm_width": {"qk_norm": "width", "norm_eps": 0.2},
+    "softcap": {"softcap": 0.7},
+    "value_dim": {"value_dim": 5},
+    "biases": {"qkv_bias": True, "out_bias": True},
+    "scale": {"scale": 0.3},
+    "identity": {"score": "identity"},
+    "hard": {"score": "hard", "window": 3},
+    "bit": {"projection": "bit"},
+}
+
+
 def randomise(module: nn.Module, seed: int = 0, spread: float = 0.6) -> nn.Module:
     """Every parameter random and every one different, so that no identity init hides a fault."""
     generator = torch.Generator().manual_seed(seed)
