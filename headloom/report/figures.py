@@ -12,8 +12,10 @@ import altair as alt
 
 from headloom.report.records import Point, Study, mean_curve, read_curve, smooth, stretch_width
 
-# Distinguishable for most readers with colour blindness, and on a white and on a dark ground.
+# Distinguishable for most readers with colour blindness, and on a white and on a dark ground; from the tenth variant on
+# the same hues in another lightness.
 PALETTE = ["#7f8894", "#e8871e", "#2f8fd8", "#3aa66b", "#d1495b", "#9b6fd0", "#b59a1b", "#2fb3b3", "#c45ab3"]
+PALETTE += ["#b9c0c9", "#a85a00", "#8cc4f0", "#1d7044", "#f09aa5", "#6a3fa8", "#dcc863", "#12787a", "#8a2f7b"]
 SHAPES = [
     "circle",
     "square",
