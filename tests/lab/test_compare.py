@@ -282,3 +282,14 @@ def test_identity_follows_the_text_and_the_versions(text_file, tmp_path, monkeyp
     first, second = plan("mha,gqa", text_file).resolved, plan("mha,gqa", other).resolved
     assert first["data"] != second["data"]
     assert lab.identity(first) != lab.identity(second)
+
+
+def test_a_constant_state_is_said_beside_the_table(small, tmp_path):
+    """linear: 0 bytes a token, and 2 layers x 8 heads x 16 x (16 + 1) float32 numbers a sequence, however long."""
+    found = compare("mha,linear", **{**small, "steps": 1, "seeds": 1}, out=tmp_path / "s")
+    variant = next(v for v in found.results["variants"] if v["label"] == "linear")
+    assert variant["cache_bytes_per_token"] == 0 and variant["cache_constant_bytes"] == 2 * 8 * 16 * 17 * 4
+    said = [note for note in found.results["notes"] if "a sequence, however long" in note]
+    assert said == [
+        "linear remembers 17,408 bytes a sequence, however long, besides what its tokens leave in the cache."
+    ]
