@@ -139,11 +139,13 @@ def _check_attention(family: Family, attention: nn.Module, index: int) -> None:
         )
     if hasattr(attention, "_hf_hook"):
         raise HeadloomError("a model spread over devices by accelerate cannot be grafted: load it on one device")
-    for path in family.projections.values():
-        projection = attention.get_submodule(path)
-        if type(projection) is not nn.Linear:
+    kind = family.layout.plain_kind()
+    for name in family.layout.projections:
+        projection = attention.get_submodule(name)
+        if type(projection) is not kind:
             raise HeadloomError(
-                f"layer {index}'s {path} is a {type(projection).__name__}, not a plain Linear: graft before adapters"
+                f"layer {index}'s {name} is a {type(projection).__name__}, not a plain {kind.__name__}: "
+                "graft before adapters"
             )
 
 

@@ -18,18 +18,25 @@ from headloom.ops.seeding import seeded_by_name
 
 
 def new_attention(family: Family, config: Any, index: int, spec: Any, old: nn.Module) -> Any:
-    """The new attention on the old one's device and in its type, holding its projections."""
-    weight: Any = old.get_submodule(family.projections["q_proj"]).weight
-    with in_width_of(weight.dtype):
-        new = make_attention(family, config, index, spec).to(weight.device)
-        for ours, theirs in family.projections.items():
-            _take(new, ours, old.get_submodule(theirs), index)
+    """The new attention on the old one's device and in its type, holding its modules."""
+    layout = family.layout
+    weight: Any = old.get_submodule(layout.inputs[0]).weight
+    with in_width_of(weight.dtype), weight.device:
+        new = make_attention(family, config, index, spec, old)
+        if new.base is not layout:
+            for name in layout.projections:
+                _take(new, name, old.get_submodule(name), index)
         with seeded_by_name(new, index):  # the same graft twice is the same graft
             new.reset_heads()
-    new.to(dtype=weight.dtype)
+    new.training = old.training
+    shared = set(old.modules())
+    for parameter in new.parameters(recurse=False):
+        parameter.data = parameter.data.to(weight.dtype)
     for module in new.modules():
+        if module not in shared and module is not new:
+            module.to(dtype=weight.dtype).train(old.training)
         module._is_hf_initialized = True
-    return new.train(old.training)
+    return new
 
 
 @torch.no_grad()
@@ -69,7 +76,7 @@ def swap(family: Family, model: Any, config: Any, fresh: dict[int, nn.Module]) -
     register()
     layers = family.layers(model)
     for index, attention in fresh.items():
-        setattr(layers[index], family.attention_name, attention)
+        family.replace(layers[index], attention)
     model.__class__ = grafted_class(model)
     _give_config(model, model.config, config)
     config._attn_implementation_internal = IMPLEMENTATION
@@ -98,7 +105,7 @@ def revert_on_error(family: Family, model: Any) -> Iterator[None]:
             _give_config(model, model.config, config)
         model._keep_in_fp32_modules_strict = wide
         for layer, attention in zip(family.layers(model), old, strict=True):
-            setattr(layer, family.attention_name, attention)
+            family.replace(layer, attention)
         raise
 
 
