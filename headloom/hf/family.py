@@ -132,6 +132,19 @@ class Decoder(Family):
         return config.rope_parameters
 
 
+class Encoder(Family):
+    """What the encoders share: as many key/value heads as heads, which fill the width, and no causality."""
+
+    def common(self, config: Any, index: int) -> dict[str, Any]:
+        return {
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_attention_heads,
+            "head_dim": config.hidden_size // config.num_attention_heads,
+            "causal": False,
+        }
+
+
 @functools.cache
 def families() -> dict[str, Family]:
     """model_type -> family, for every file in `headloom/hf/families/`."""
