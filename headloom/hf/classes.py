@@ -18,6 +18,12 @@ from headloom.hf.family import Family, families, family_named
 from headloom.hf.model import Graft
 
 _PREFIX = "Headloom"
+_MADE: dict[str, type] = {}
+
+
+def _known(made: type) -> type:
+    """Remember a class by its name, so that looking it up imports no other family."""
+    return _MADE.setdefault(made.__name__, made)
 
 
 @functools.cache
@@ -31,7 +37,7 @@ def model_class(family_name: str, head: Any) -> Any:
         "forward": _forward(head),
         "forward_names": tuple(inspect.signature(head.forward).parameters)[1:],
     }
-    return type(f"{_PREFIX}{head.__name__}", (Graft, head), body)
+    return _known(type(f"{_PREFIX}{head.__name__}", (Graft, head), body))
 
 
 @functools.cache
@@ -39,7 +45,7 @@ def attention_class(family_name: str, mechanism: str) -> Any:
     """The mechanism's module, called as the family calls its attention; state-dict names are the mechanism's own."""
     family, info = family_named(family_name), mechanisms()[mechanism]
     name = f"{_PREFIX}{family.attention_class().__name__}_{mechanism}"
-    return type(name, (GraftedAttention, info.cls), {"__module__": __name__})
+    return _known(type(name, (GraftedAttention, info.cls), {"__module__": __name__}))
 
 
 @functools.cache
@@ -81,6 +87,8 @@ def _forward(head: type) -> Any:
 
 
 def __getattr__(name: str) -> type:
+    if name in _MADE:
+        return _MADE[name]
     if name.startswith(_PREFIX):
         rest, _, mechanism = name[len(_PREFIX) :].partition("_")
         for family in families().values():

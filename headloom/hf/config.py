@@ -27,7 +27,7 @@ FAMILY_ROTARY, OWN_ROTARY = "family", "own"
 def sentence(family: str) -> str:
     return (
         f"This folder holds a Headloom graft of a {family} model, whose attention has weights that other classes would "
-        "drop. Write `import headloom` and load it with AutoModelForCausalLM.from_pretrained"
+        "drop. Write `import headloom` and load it with an Auto class (AutoModelForCausalLM, AutoModel, ...)"
     )
 
 
