@@ -43,9 +43,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     """What has to be known beside the tables: machine, setting, what was left out, what looks wrong."""
     machine, versions = result["machine"], result["versions"]
     threads = f"{result['threads']} thread{'s' * (result['threads'] > 1)}"
-    lines = [
-        f"{machine.get('accelerator', machine['processor'])}, {threads}; {result['dtype']}; torch {versions['torch']}"
-    ]
+    where = machine.get("accelerator", machine["processor"])
+    lines = [f"{where}, {threads}; {result['dtype']}; torch {versions['torch']}"]
     if result["benchmark"] != "memory":
         lines[0] += f"; medians of {result['repeats']} repetitions (quartiles)"
     peak = result.get("peak")
@@ -111,19 +110,15 @@ def figure(kind: str, rows: Sequence[Row]) -> Any:
     if kind == "step":
         x = alt.X("value:Q", title=f"seconds of a training step, in those of {rows[0]['ratio_to']}")
         y = alt.Y("variant:N", sort=labels, title=None, axis=alt.Axis(labelLimit=220))
-        return (
-            base.mark_bar()
-            .encode(x=x, y=y, color=colour)
-            .properties(width=300, height=24 * len(labels))
-            .facet(panel, columns=3)
-        )
+        bars = base.mark_bar().encode(x=x, y=y, color=colour).properties(width=300, height=24 * len(labels))
+        return bars.facet(panel, columns=3)
     titles = {
         "speed": "seconds of a layer",
         "memory": "peak of memory (MiB)",
         "decode": "tokens a second through a layer",
     }
     ticks = alt.Axis(format=",d", values=sorted({value["tokens"] for value in values}))
-    x = alt.X("tokens:Q", title="tokens", scale=alt.Scale(type="log", padding=16), axis=ticks)
+    x = alt.X("tokens:Q", title="tokens", scale=alt.Scale(type="log", padding=16, nice=False), axis=ticks)
     y = alt.Y("value:Q", title=titles[kind], scale=alt.Scale(type="log"))
     lines = base.mark_line(point=alt.OverlayMarkDef(size=60)).encode(x=x, y=y, color=colour)
     return lines.properties(width=300, height=240).facet(panel, columns=3)

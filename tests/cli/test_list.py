@@ -109,7 +109,7 @@ def test_a_class_that_computes_its_lines_is_asked(monkeypatch):
     assert [lines["name"] for lines in described()[0]] == list(mechanisms())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["list"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["bench", "--help"]])
 def test_starting_is_light(arguments):
     """What makes a start slow is what it imports: counted, not timed."""
     code = (
