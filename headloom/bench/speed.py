@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,6 +19,20 @@ class Timing:
     low: float
     high: float
     samples: tuple[float, ...]
+
+    def over(self, other: Timing) -> Timing:
+        """How many times `other`'s, repetition by repetition: both were taken in turns, so drift cancels."""
+        return Timing.of([mine / theirs for mine, theirs in zip(self.samples, other.samples, strict=True)])
+
+    def per(self, parts: float) -> Timing:
+        """The timing of one of equal `parts`."""
+        return Timing.of([sample / parts for sample in self.samples])
+
+    def spread(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.spread(), "samples": list(self.samples)}
 
     @classmethod
     def of(cls, samples: list[float]) -> Timing:
@@ -32,12 +47,29 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
+def seconds(call: Callable[[], object], device: str | None = None) -> float:
+    """Of one call: between two events on "cuda", else on the clock, from quiet to quiet."""
+    synchronise()
+    if device == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        synchronise()
+        return start.elapsed_time(end) / 1000
+    began = time.perf_counter()
+    call()
+    synchronise()
+    return time.perf_counter() - began
+
+
 def interleaved(
     calls: dict[str, Callable[[], object]],
     *,
     repeats: int = 5,
     warmup: int = 1,
     on_call: Callable[[], None] | None = None,
+    device: str | None = None,
 ) -> dict[str, Timing]:
     """Time `calls` in turn, A B C A B C ..., so that a machine's drift falls on all alike.
 
@@ -49,12 +81,9 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmup + repeats):
         for name, call in calls.items():
-            synchronise()
-            start = time.perf_counter()
-            call()
-            synchronise()
+            took = seconds(call, device)
             if turn >= warmup:
-                samples[name].append(time.perf_counter() - start)
+                samples[name].append(took)
             if on_call is not None:
                 on_call()
     return {name: Timing.of(values) for name, values in samples.items()}

@@ -1,4 +1,4 @@
-"""The command line: `headloom compare`, `headloom list`, `headloom cost`.
+"""The command line: `headloom compare`, `headloom list`, `headloom cost`, `headloom bench`.
 
 Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
 """
@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from headloom.cli.bench import bench
 from headloom.cli.compare import compare
 from headloom.cli.cost import cost
 from headloom.cli.list import list_mechanisms
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command("compare")(compare)
 app.command("list")(list_mechanisms)
 app.command("cost")(cost)
+app.add_typer(bench, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -105,15 +105,18 @@ def parse_settings(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {mechanism: parse_options(mechanism, given) for mechanism, given in pairs.items()}
 
 
-def parse_variants(variants: str | Sequence[str] | None, settings: Sequence[str] = ()) -> list[Variant]:
+def parse_variants(
+    variants: str | Sequence[str] | None, settings: Sequence[str] = (), *, at_least: int = 2
+) -> list[Variant]:
     """The variants of a comparison, labelled.
 
     Args:
         variants: "mha,iha:pseudo_heads=2", or a list of such texts, or None for the default four.
         settings: `--set` texts; they apply to every variant of their name and win over its own options.
+        at_least: how many there must be.
 
     An option that neither gives is taken from defaults.toml, then from the mechanism. Raises HeadloomError for unknown
-    names (with the near ones), for duplicates, for fewer than two variants, and for options that belong to the size.
+    names (with the near ones), for duplicates, for fewer than `at_least`, and for options that belong to the size.
     """
     given = defaults().variants if variants is None else variants
     texts = [text.strip() for text in (given.split(",") if isinstance(given, str) else given)]
@@ -133,8 +136,9 @@ def parse_variants(variants: str | Sequence[str] | None, settings: Sequence[str]
                 raise HeadloomError(
                     f"{variant.mechanism} sets {name}, which all variants share: choose it for all with --size"
                 )
-    if len(complete) < 2:
-        raise HeadloomError(f"a comparison needs at least two variants, not {len(complete)} ('{','.join(texts)}')")
+    if len(complete) < at_least:
+        least = "two variants" if at_least == 2 else "one variant"
+        raise HeadloomError(f"a comparison needs at least {least}, not {len(complete)} ('{','.join(texts)}')")
     return _labelled(complete)
 
 

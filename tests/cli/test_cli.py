@@ -162,7 +162,7 @@ def test_the_status_follows_the_error(monkeypatch):
             raise error
 
         monkeypatch.setattr("headloom.bench.catalogue.mechanisms", fail)
-        done = call("list")
+        done = call("list", "--costs")
         assert done.exit_code == status
         assert done.stderr == f"error: {' '.join(str(error).split())}\n"
 
@@ -172,7 +172,7 @@ def test_list():
     assert done.exit_code == 0
     for part in ("iha", "arXiv:2602.21371", "sas", "arXiv:2507.07694", "Grouped-query attention"):
         assert part in done.stdout
-    found = json.loads(call("list", "--json").stdout)
+    found = json.loads(call("list", "--costs", "--json").stdout)
     assert {entry["name"] for entry in found} >= {"mha", "gqa", "mqa", "iha", "sas"}
     assert all(entry[key] for entry in found for key in ("name", "title", "paper", "summary", "cache", "flops"))
 

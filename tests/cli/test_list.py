@@ -1,6 +1,9 @@
 """`headloom list` and docs/mechanisms.md: what is said of a mechanism is derived, measured and tried."""
 
+import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,11 @@ from typer.testing import CliRunner
 
 import headloom
 from headloom.attention import mechanisms
+from headloom.attention.schedules import schedules
 from headloom.bench.catalogue import SIZES, entries, grafts_exactly
 from headloom.bench.formula import Size, cache_formula
 from headloom.cli.app import app
+from headloom.cli.names import LINES, _texts, described
 from headloom.lab.variants import defaults
 
 PAGE = Path(headloom.__file__).parent.parent / "docs" / "mechanisms.md"
@@ -76,12 +81,60 @@ def test_what_is_said_of_grafts_is_what_a_graft_finds(name):
     assert grafts_exactly(name) == any(kept)
 
 
-def test_table_json_and_wrong_calls():
+def test_the_light_list_is_the_registrys():
+    """Names and titles are read from source; the registry, which runs it, says the same."""
+    mechanisms_found, schedules_found = described()
+    for found, known in ((mechanisms_found, mechanisms()), (schedules_found, schedules())):
+        assert found == [{key: getattr(item, key) for key in LINES} for item in known.values()]
+    assert json.loads(call("list", "--json").stdout) == mechanisms_found
     done = call("list")
+    for part in (mechanisms()["iha"].summary, "arXiv:2507.07694", "schedule hybrid: "):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('name, title, paper = "a", "b", "c"\n    summary = "d"', dict(zip(LINES, "abcd", strict=True))),
+        ('name = "a"\n    title = "b" + str(1)', {"name": "a"}),
+        ("other = 3", {}),
+    ],
+)
+def test_lines_of_a_class(source, expected):
+    assert _texts(ast.parse(f"class A:\n    {source}").body[0]) == expected
+
+
+def test_a_class_that_computes_its_lines_is_asked(monkeypatch):
+    monkeypatch.setattr("headloom.cli.names._texts", lambda node: {"name": "x"})
+    assert [lines["name"] for lines in described()[0]] == list(mechanisms())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["bench", "--help"]])
+def test_starting_is_light(arguments):
+    """What makes a start slow is what it imports: counted, not timed."""
+    code = (
+        "import sys\nfrom headloom.cli.app import app\n"
+        f"try: app({arguments})\nexcept SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'pandas', 'altair', 'numpy', 'scipy'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_import_adds_two_modules():
+    """`import headloom` beside torch costs its own two files and nothing else."""
+    code = "import sys, torch; a = set(sys.modules); import headloom; print(sorted(set(sys.modules) - a))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['headloom', 'headloom._hook']"
+
+
+def test_table_json_and_wrong_calls():
+    done = call("list", "--costs")
     assert done.exit_code == 0
     for part in ("graft keeps", "2 H K = 1,536", "schedule hybrid: ", "arXiv:2602.21371"):
         assert part in done.stdout
-    rows = {row["name"]: row for row in json.loads(call("list", "--json").stdout)}
+    rows = {row["name"]: row for row in json.loads(call("list", "--costs", "--json").stdout)}
     assert rows["mha"]["cache"] == "2 H K = 1,536" and rows["mha"]["grafts"] is True
     assert rows["mha"]["cache_elements"] == 1536 and rows["mha"]["scores"] == 1.0
     both = call("list", "--json", "--markdown")

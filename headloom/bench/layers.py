@@ -1,0 +1,165 @@
+"""Speed and memory of attention layers: forward, and forward with backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from headloom.bench import against as users
+from headloom.bench.memory import peak_bytes
+from headloom.bench.setting import Peak, Setting
+from headloom.bench.speed import interleaved, seconds
+from headloom.bench.subjects import FACTOR, MODES, Named, Sizes, Subject, call, configs_of, inputs, subject
+from headloom.core.errors import HeadloomError
+from headloom.ops.scores import paths
+
+
+def speed(
+    variants: Sequence[Named],
+    sizes: Sizes,
+    setting: Setting,
+    *,
+    tokens: Sequence[int],
+    batch_sizes: Sequence[int],
+    modes: Sequence[str] = MODES,
+    against: str | None = None,
+    compile: str | None = None,
+    peak: Peak | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of times, in the order tokens, batch sizes, modes, variants; the first variant is what ratios are over.
+
+    Args:
+        against: the user's module (`headloom.bench.against`), timed in turns with the variants.
+        compile: a backend of torch.compile ("inductor"), or None for eager. Compile time is the first call's, apart.
+        peak: what utilisation is of; it is measured before every point.
+    """
+    rows: list[dict[str, Any]] = []
+    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against):
+        differences = _differences(subjects, x_BTD, against)
+        if peak is not None:
+            peak.measure()
+        for mode in modes:
+            setting.say(f"{mode}, {T:,} tokens x {B}")
+            calls, ran = {}, {}
+            for each in subjects:
+                each.module.train(mode != "forward")
+                with paths() as counted:  # eager: a compiled call would count nothing
+                    call(each.module, x_BTD, mode)()
+                ran[each.label] = {"paths": dict(counted)}
+                module: Callable[..., Any] = each.module
+                if compile:
+                    module, about = compiled(each.module, compile)
+                    ran[each.label] |= about(call(module, x_BTD, mode))
+                calls[each.label] = call(module, x_BTD, mode)
+            timings = interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device)
+            reference = timings[subjects[0].label]
+            for each in subjects:
+                timing = timings[each.label]
+                rows.append(
+                    {
+                        "variant": each.label,
+                        "mode": mode,
+                        "tokens": T,
+                        "batch_size": B,
+                        "layers": each.layers,
+                        "seconds": timing.per(each.layers).to_dict(),
+                        "ratio": timing.over(reference).per(each.layers / subjects[0].layers).spread(),
+                        **{f"flops_{name}": _flops(each, name, mode, B) for name in ("full", "exact")},
+                        **ran[each.label],
+                        **({"differences": differences} if each.label == against else {}),
+                    }
+                )
+    if peak is not None:
+        for row in rows:
+            use_of_peak(row, peak)
+    return rows
+
+
+def memory(
+    variants: Sequence[Named],
+    sizes: Sizes,
+    setting: Setting,
+    *,
+    tokens: Sequence[int],
+    batch_sizes: Sequence[int],
+    modes: Sequence[str] = MODES,
+    against: str | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of peak bytes (`headloom.bench.memory`), above weights and input; a schedule's are of its whole period."""
+    rows: list[dict[str, Any]] = []
+    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against):
+        for mode in modes:
+            setting.say(f"memory of {mode}, {T:,} tokens x {B}")
+            reference: int | None = None
+            for each in subjects:
+                each.module.train(mode != "forward")
+                once = call(each.module, x_BTD, mode)
+                once()  # tables and the like that are kept
+                found = peak_bytes(once, setting.device)
+                reference = found if reference is None else reference
+                rows.append(
+                    {
+                        "variant": each.label,
+                        "mode": mode,
+                        "tokens": T,
+                        "batch_size": B,
+                        "layers": each.layers,
+                        "peak_bytes": found,
+                        "ratio": found / reference if reference else None,
+                        "input_bytes": x_BTD.numel() * x_BTD.element_size(),
+                        "weight_bytes": sum(p.numel() * p.element_size() for p in each.module.parameters()),
+                    }
+                )
+    return rows
+
+
+def use_of_peak(row: dict[str, Any], peak: Peak) -> None:
+    """Add the utilisation in both conventions."""
+    for name in ("full", "exact"):
+        row[f"utilisation_{name}"] = peak.utilisation(row[f"flops_{name}"], row["seconds"]["median"])
+
+
+def _points(variants, sizes, setting, tokens, batch_sizes, against):
+    """(T, B, subjects, x) of every point; wrong sizes are refused before the first."""
+    for what, numbers in (("tokens", tokens), ("batch-size", batch_sizes)):
+        for number in numbers:
+            if number < 1:
+                raise HeadloomError(f"{what} must be at least 1, not {number}")
+    for T in tokens:
+        for named in variants:
+            configs_of(named, sizes, T)
+    for T in tokens:
+        subjects = [subject(named, sizes, T, setting) for named in variants]
+        if against is not None:
+            subjects.append(users.build(against, sizes, setting))
+        for B in batch_sizes:
+            yield T, B, subjects, inputs(B, T, sizes.hidden_size, setting)
+
+
+def _differences(subjects: Sequence[Subject], x_BTD: torch.Tensor, against: str | None) -> list[dict[str, Any]]:
+    if against is None:
+        return []
+    *mine, theirs = subjects
+    users.output(theirs, x_BTD)
+    return [users.compare(each, theirs, x_BTD) for each in mine]
+
+
+def compiled(module: torch.nn.Module, backend: str):
+    """The compiled module, and what is to be said of its first call: its seconds, and why the graph broke."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    made = torch.compile(module, backend=backend, dynamic=False)
+
+    def about(first_call: Callable[[], object]) -> dict[str, Any]:
+        took = seconds(first_call)
+        return {"compile_seconds": took, "graph_breaks": dict(counters["graph_break"])}
+
+    return made, about
+
+
+def _flops(each: Subject, convention: str, mode: str, batch: int) -> float | None:
+    return None if each.flops is None else each.flops[convention] * FACTOR[mode] * batch

@@ -1,0 +1,268 @@
+"""Whole training steps: our models, and the transformers' own model they stand in for, at any size that fits memory.
+
+A step is the forward and backward pass of a batch, clipping, and the update of AdamW, as in a comparison's runs:
+weights float32, products in the setting's type where that is bfloat16 (autocast).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from headloom.bench.cost import model_flops
+from headloom.bench.layers import compiled, use_of_peak
+from headloom.bench.setting import Peak, Setting
+from headloom.bench.speed import Timing, interleaved
+from headloom.bench.subjects import FACTOR, Named
+from headloom.core.errors import HeadloomError
+from headloom.ops.scores import paths
+
+GIB = 2**30
+STATE = 16
+"""Bytes a parameter takes in training: weight, gradient and two moments in float32."""
+UNKNOWN = {"full": None, "exact": None}
+ROOM = 0.9
+"""Share of the free memory that is used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One model size: its name, its usual context, and the arguments of `hl.build_model` that all variants share."""
+
+    name: str
+    tokens: int
+    arguments: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A model to be built: how, its parameters and forward FLOPs of one sequence, and the bytes that training takes."""
+
+    label: str
+    build: Callable[..., nn.Module]
+    parameters: int
+    flops: Mapping[str, int | None]
+    bytes: int
+
+
+def steps(
+    variants: Sequence[Named],
+    shapes: Sequence[Shape],
+    setting: Setting,
+    *,
+    tokens: Sequence[int],
+    batch_sizes: Sequence[int],
+    original: bool = False,
+    compile: str | None = None,
+    peak: Peak | None = None,
+    available: int | None = None,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of training steps, and what was left out with the reason.
+
+    Args:
+        tokens: lengths (empty: each shape's own).
+        original: also the transformers' own model, with the first variant's weights where they fit.
+        available: bytes that may be used (None: what is free now). Models that fit together take turns; where only
+            single ones fit they run one after the other ("interleaved": false); one that does not fit is left out.
+    """
+    for what, numbers in (("tokens", tokens), ("batch-size", batch_sizes)):
+        for number in numbers:
+            if number < 1:
+                raise HeadloomError(f"{what} must be at least 1, not {number}")
+    if setting.dtype not in ("float32", "bfloat16"):
+        raise HeadloomError(f"training steps run in float32 or bfloat16, not {setting.dtype}")
+    rows: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    points = [(shape, T, B) for shape in shapes for T in tokens or [shape.tokens] for B in batch_sizes]
+    for shape, T, B in points:
+        setting.say(f"training step, {shape.name}, {T:,} tokens x {B}")
+        point = {"size": shape.name, "tokens": T, "batch_size": B}
+        room = int(_free(setting) * ROOM) if available is None else available
+        fitting = []
+        for candidate in _candidates(variants, shape, T, B, original):
+            if candidate.bytes > room:
+                reason = f"needs {candidate.bytes / GIB:.1f} GiB, {room / GIB:.1f} available"
+                setting.say(f"{candidate.label} left out: {reason}")
+                skipped.append({"variant": candidate.label, **point, "reason": reason})
+            else:
+                fitting.append(candidate)
+        if not fitting:
+            continue
+        if peak is not None:
+            peak.measure()
+        together = sum(candidate.bytes for candidate in fitting) <= room
+        timings: dict[str, Timing] = {}
+        about: dict[str, dict[str, Any]] = {}
+        for group in [fitting] if together else [[candidate] for candidate in fitting]:
+            timed, more = _timed(group, shape, T, B, setting, compile)
+            timings |= timed
+            about |= more
+        for candidate in fitting:
+            timing = timings[candidate.label]
+            rows.append(
+                {
+                    "variant": candidate.label,
+                    "mode": "step",
+                    **point,
+                    "layers": shape.arguments["num_layers"],
+                    "parameters": candidate.parameters,
+                    "seconds": timing.to_dict(),
+                    "tokens_per_second": B * T / timing.median,
+                    "ratio": timing.over(timings[fitting[0].label]).spread(),
+                    "ratio_to": fitting[0].label,
+                    "interleaved": together,
+                    **{f"flops_{name}": n and n * FACTOR["step"] * B for name, n in candidate.flops.items()},
+                    **about[candidate.label],
+                }
+            )
+    if peak is not None and rows:
+        for row in rows:
+            use_of_peak(row, peak)
+    return rows, skipped
+
+
+def _timed(
+    group: Sequence[Candidate], shape: Shape, tokens: int, batch: int, setting: Setting, backend: str | None
+) -> tuple[dict[str, Timing], dict[str, dict[str, Any]]]:
+    """Timings of models that are in memory together, by label."""
+    calls: dict[str, Callable[[], object]] = {}
+    about: dict[str, dict[str, Any]] = {}
+    generator = torch.Generator().manual_seed(setting.seed)
+    ids_BT = torch.randint(shape.arguments["vocab_size"], (batch, tokens), generator=generator).to(setting.device)
+    for candidate in group:
+        model: Any = candidate.build().to(setting.device).train()
+        call: Any = model
+        if backend:
+            call, first = compiled(model, backend)
+        step = training_step(model, call, ids_BT, setting)
+        if backend:
+            about[candidate.label] = first(step)
+        else:
+            with paths() as counted:
+                step()
+            about[candidate.label] = {"paths": dict(counted)}
+        calls[candidate.label] = step
+    timings = interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device)
+    calls.clear()
+    gc.collect()
+    return timings, about
+
+
+def training_step(model: Any, call: Any, ids_BT: torch.Tensor, setting: Setting) -> Callable[[], object]:
+    """One step of `model`, whose forward is `call` (itself, or compiled)."""
+    from headloom.hf import parameter_groups
+
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    mixed: Any = contextlib.nullcontext()
+    if setting.dtype == "bfloat16":
+        mixed = torch.autocast(setting.device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with mixed:
+            loss = call(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _candidates(variants: Sequence[Named], shape: Shape, tokens: int, batch: int, original: bool) -> list[Candidate]:
+    """The models of one point, counted on the meta device."""
+    from headloom.hf import build_model
+
+    found: list[Candidate] = []
+    for named in variants:
+
+        def build(device: str | None = None, named: Named = named) -> Any:
+            try:
+                return build_model(
+                    (named.mechanism, dict(named.options)), max_positions=tokens, device=device, **shape.arguments
+                )
+            except HeadloomError as error:
+                raise HeadloomError(f"{named.label}: {error}") from None
+
+        found.append(_candidate(named.label, build, build("meta"), tokens, batch))
+    if original:
+        first = found[0].build
+
+        def build_original(device: str | None = None) -> Any:
+            return original_of(first(device))
+
+        ours, theirs = first("meta"), build_original("meta")
+        same = _shapes(ours) == _shapes(theirs)  # then it is the same model, and costs the same
+        label = type(theirs).__name__
+        found.append(_candidate(label, build_original, theirs, tokens, batch, found[0].flops if same else UNKNOWN))
+    return found
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _candidate(
+    label: str,
+    build: Callable[..., nn.Module],
+    meta: nn.Module,
+    tokens: int,
+    batch: int,
+    flops: Mapping[str, int | None] | None = None,
+) -> Candidate:
+    parameters = sum(p.numel() for p in meta.parameters())
+    taken = STATE * parameters + batch * saved_bytes(meta, tokens)
+    if flops is None:
+        flops = {name: model_flops(meta, tokens, name) for name in ("full", "exact")}
+    return Candidate(label, build, parameters, flops, taken)
+
+
+def original_class(model: Any) -> type:
+    """The transformers' class whose attention `model` replaced: LlamaForCausalLM."""
+    return model.family.head_classes()["AutoModelForCausalLM"]
+
+
+def original_of(model: Any) -> Any:
+    """The transformers' own model of the same config; `model`'s weights, where names and shapes are the same."""
+    values = model.config.to_dict()
+    values.pop("headloom")
+    config = model.family.config_class().from_dict(values)
+    device = next(model.parameters()).device
+    with device:
+        made = original_class(model)(config)
+    ours, theirs = model.state_dict(), made.state_dict()
+    fitting = {name: tensor for name, tensor in ours.items() if name in theirs and theirs[name].shape == tensor.shape}
+    if device.type != "meta":
+        made.load_state_dict(fitting, strict=False)
+    return made
+
+
+def saved_bytes(model: Any, tokens: int) -> int:
+    """Bytes of what a training step of one sequence keeps for the backward pass, counted on the meta device: every
+    saved tensor's storage once, without the weights, and the loss's three copies of the logits."""
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage
+        return x
+
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        logits = model(input_ids=ids, use_cache=True).logits
+    return sum(storage.nbytes() for storage in kept.values()) + 3 * 4 * logits.numel()
+
+
+def _free(setting: Setting) -> int:
+    if setting.device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available

@@ -1,0 +1,148 @@
+"""What is measured: a mechanism's layer, one period of a schedule's layers, or a user's own module.
+
+A subject is called with x (B, T, D) and gives (B, T, D). Weights depend on the seed and the subject's sizes alone, so
+every measurement at one setting meets the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headloom.attention import Attention, AttentionConfig, build_from_config, layer_config
+from headloom.attention.schedules import pattern_of
+from headloom.bench.cost import config_cost
+from headloom.bench.setting import Setting
+from headloom.core.errors import HeadloomError
+from headloom.ops.cache import Cache
+
+DEEP = 1000
+"""Layers of a model deep enough for a whole period of any schedule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A mechanism or schedule with options, under the label that tables use."""
+
+    label: str
+    mechanism: str
+    options: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes that all layers share; None: the mechanism's own default."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    rope_theta: float | None = 10000.0
+
+    def given(self) -> dict[str, Any]:
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if value is not None or name == "rope_theta"}
+
+
+class Layers(nn.Module):
+    """Layers one after the other: one period of a schedule, or a single layer."""
+
+    def __init__(self, configs: Sequence[AttentionConfig]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(build_from_config(config, place) for place, config in enumerate(configs))
+
+    def forward(self, x_BTD: Tensor, cache: Cache | None = None) -> Tensor:
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, cache=cache)
+        return x_BTD
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One thing to measure. layers: how many it has, by which times and FLOPs are divided; flops: forward of a layer
+    for one sequence, by convention, None where they are not known."""
+
+    label: str
+    mechanism: str
+    module: nn.Module
+    layers: int = 1
+    flops: Mapping[str, float] | None = None
+    cache_bytes_per_token: float | None = None
+
+    @property
+    def attention(self) -> Attention | None:
+        """The single layer of a mechanism."""
+        layers: Any = getattr(self.module, "layers", ())
+        return layers[0] if len(layers) == 1 else None
+
+
+def configs_of(named: Named, sizes: Sizes, tokens: int) -> list[AttentionConfig]:
+    """One period of layers in a context of `tokens`. A HeadloomError names the variant whose options do not fit."""
+    try:
+        pattern = pattern_of(named.mechanism, named.options, num_layers=DEEP, tokens=tokens)
+        return [layer_config(name, sizes.given(), options) for name, options in pattern]
+    except HeadloomError as error:
+        raise HeadloomError(f"{named.label}: {error}") from None
+
+
+def subject(named: Named, sizes: Sizes, tokens: int, setting: Setting) -> Subject:
+    """The subject built on the setting's device, in its type."""
+    configs = configs_of(named, sizes, tokens)
+    known = {repr(config): config_cost(config, tokens=tokens, dtype=setting.dtype or "float32") for config in configs}
+    costs = [known[repr(config)] for config in configs]
+    torch.manual_seed(setting.seed)
+    return Subject(
+        label=named.label,
+        mechanism=named.mechanism,
+        module=Layers(configs).to(setting.device, setting.type),
+        layers=len(configs),
+        flops={
+            "full": sum(cost.flops_full for cost in costs) / len(costs),
+            "exact": sum(cost.flops_exact for cost in costs) / len(costs),
+        },
+        cache_bytes_per_token=sum(cost.cache_bytes_per_token for cost in costs) / len(costs),
+    )
+
+
+def inputs(batch: int, tokens: int, width: int, setting: Setting) -> Tensor:
+    """x (B, T, D), drawn by the seed."""
+    generator = torch.Generator().manual_seed(setting.seed)
+    return torch.randn(batch, tokens, width, generator=generator).to(setting.device, setting.type)
+
+
+MODES = ("forward", "backward")
+"""forward: without a graph, as in inference. backward: forward and backward, gradients of weights and input."""
+FACTOR = {"forward": 1, "backward": 3, "step": 3}
+"""FLOPs in those of the forward pass: the backward one has two products for each of its."""
+
+
+def call(module: Callable[..., Any], x_BTD: Tensor, mode: str) -> Callable[[], object]:
+    """A call that does one forward pass, or one forward and backward pass after which no gradient is left."""
+    if mode == "forward":
+
+        def forward() -> object:
+            with torch.no_grad():
+                return module(x_BTD)
+
+        return forward
+    leaf = x_BTD.detach().clone().requires_grad_()
+    grad = torch.randn_like(x_BTD)
+    learned = [p for p in getattr(module, "parameters", list)() if p.requires_grad]
+
+    def backward() -> object:
+        out = first(module(leaf))
+        out.backward(grad)
+        for tensor in (leaf, *learned):
+            tensor.grad = None
+        return None
+
+    return backward
+
+
+def first(out: Any) -> Tensor:
+    """The output of a module that may return a tuple."""
+    return out[0] if isinstance(out, tuple | list) else out

@@ -1,0 +1,336 @@
+"""`headloom bench`: how fast the mechanisms are, what memory they take, and how they generate.
+
+Everything is measured in turns (A B C A B C ...), after a warm-up; medians with quartiles. The share of the peak is of
+the best matrix product of the same run, in visible pairs (and in all pairs).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headloom.cli.common import Json, Size, console, ends_with_status, only_json_on_stdout, print_json
+
+if TYPE_CHECKING:
+    from headloom.bench.models import Shape
+    from headloom.bench.setting import Setting
+    from headloom.bench.subjects import Named, Sizes
+
+bench = typer.Typer(
+    help="Speed, memory and generation of the mechanisms, measured side by side on this machine.", no_args_is_help=True
+)
+
+Variants = Annotated[
+    str | None,
+    typer.Option(help="mha,iha:pseudo_heads=2,...: the first is what ratios are over. Default: those of compare."),
+]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="iha.pseudo_heads=2. Repeatable.")]
+Width = Annotated[int | None, typer.Option("--hidden-size", help="D. Default: the size's.")]
+Heads = Annotated[int | None, typer.Option("--heads", help="H. Default: the size's.")]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="G. Default: each mechanism's own.")]
+HeadDim = Annotated[int | None, typer.Option("--head-dim", help="K. Default: D / H.")]
+Tokens = Annotated[str | None, typer.Option(help="Lengths: 512,2048. Default: the size's context.")]
+Batches = Annotated[str, typer.Option("--batch-size", help="Sequences at once: 1,4.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: float32 on CPU, bfloat16 on CUDA.")]
+Threads = Annotated[int | None, typer.Option(help="PyTorch's threads. Default: all that it takes.")]
+Repeats = Annotated[int, typer.Option(help="Timed repetitions of each.")]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        help="Your own module: package.module:Class or file.py:Class, options of its constructor after colons."
+    ),
+]
+AgainstHf = Annotated[bool, typer.Option("--against-hf", help="Also transformers' own model in whole training steps.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Through torch.compile; its time apart.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and figures (SVG, PNG).")]
+
+
+@bench.command("speed")
+@ends_with_status
+def speed(
+    variants: Variants = None,
+    settings: Settings = None,
+    size: Size = "tiny",
+    hidden_size: Width = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    tokens: Tokens = None,
+    batch_size: Batches = "1",
+    modes: Annotated[str, typer.Option(help="Of forward, backward (both passes), step (a whole model's training).")] = (
+        "forward,backward"
+    ),
+    against: Against = None,
+    against_hf: AgainstHf = False,
+    compile: Compile = False,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    threads: Threads = None,
+    repeats: Repeats = 5,
+    markdown: Markdown = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time one layer forward and with its backward pass, or a model's whole training step."""
+    from headloom.bench import layers, models
+    from headloom.bench.subjects import MODES
+    from headloom.core.errors import HeadloomError, unknown
+
+    chosen = [part.strip() for part in modes.split(",") if part.strip()]
+    for mode in chosen:
+        if mode not in (*MODES, "step"):
+            raise unknown("mode", mode, (*MODES, "step"))
+    of_layers = [mode for mode in MODES if mode in chosen]
+    if against is not None and not of_layers:
+        raise HeadloomError("--against is measured in the modes forward and backward: add one to --modes")
+    if against_hf and "step" not in chosen:
+        raise HeadloomError("--against-hf is measured in whole training steps: add --modes step")
+    named = _named(variants, settings)
+    sizes = _sizes(size, hidden_size, heads, kv_heads, head_dim)
+    shape = _shape(size, sizes)
+    backend = "inductor" if compile else None
+    how = _setting(device, dtype, threads, repeats)
+
+    def measure(peak: Any) -> dict[str, Any]:
+        lengths, batches = _ints("tokens", tokens, [shape.tokens]), _ints("batch-size", batch_size)
+        rows: list[dict[str, Any]] = []
+        skipped: list[dict[str, Any]] = []
+        if of_layers:
+            points: dict[str, Any] = {"tokens": lengths, "batch_sizes": batches, "compile": backend, "peak": peak}
+            rows += layers.speed(named, sizes, how, modes=of_layers, against=against, **points)
+        if "step" in chosen:
+            points = {"tokens": lengths, "batch_sizes": batches, "compile": backend, "peak": peak}
+            more, skipped = models.steps(named, [shape], how, original=against_hf, **points)
+            rows += more
+        return {"sizes": sizes.given(), "compiled": compile, "rows": rows, "skipped": skipped}
+
+    _run("speed", how, named, measure, markdown=markdown, out=out, as_json=as_json, peak=True)
+
+
+@bench.command("memory")
+@ends_with_status
+def memory(
+    variants: Variants = None,
+    settings: Settings = None,
+    size: Size = "tiny",
+    hidden_size: Width = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    tokens: Tokens = None,
+    batch_size: Batches = "1",
+    against: Against = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    threads: Threads = None,
+    markdown: Markdown = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Count the peak of memory of one layer, above its weights and input: forward, and with its backward pass."""
+    from headloom.bench import layers
+
+    named = _named(variants, settings)
+    sizes = _sizes(size, hidden_size, heads, kv_heads, head_dim)
+    how = _setting(device, dtype, threads, 1)
+
+    def measure(_: Any) -> dict[str, Any]:
+        lengths = _ints("tokens", tokens, [_shape(size, sizes).tokens])
+        batches = _ints("batch-size", batch_size)
+        rows = layers.memory(named, sizes, how, tokens=lengths, batch_sizes=batches, against=against)
+        return {"sizes": sizes.given(), "rows": rows}
+
+    _run("memory", how, named, measure, markdown=markdown, out=out, as_json=as_json)
+
+
+@bench.command("decode")
+@ends_with_status
+def decode(
+    variants: Variants = None,
+    settings: Settings = None,
+    size: Size = "tiny",
+    hidden_size: Width = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    contexts: Annotated[str | None, typer.Option(help="Lengths of the prefill: 512,4096. Default: the size's.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Timed tokens after each.")] = 16,
+    batch_size: Batches = "1",
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    threads: Threads = None,
+    repeats: Repeats = 3,
+    markdown: Markdown = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time generation with a cache in one layer: the prefill and each token; and count the cache's bytes."""
+    from headloom.bench.decode import decode as measured
+
+    named = _named(variants, settings)
+    sizes = _sizes(size, hidden_size, heads, kv_heads, head_dim)
+    how = _setting(device, dtype, threads, repeats)
+
+    def measure(_: Any) -> dict[str, Any]:
+        lengths = _ints("contexts", contexts, [_shape(size, sizes).tokens])
+        batches = _ints("batch-size", batch_size)
+        rows = measured(named, sizes, how, contexts=lengths, batch_sizes=batches, new_tokens=new_tokens)
+        return {"sizes": sizes.given(), "new_tokens": new_tokens, "rows": rows}
+
+    _run("decode", how, named, measure, markdown=markdown, out=out, as_json=as_json)
+
+
+@bench.command("models")
+@ends_with_status
+def models(
+    variants: Variants = None,
+    settings: Settings = None,
+    sizes: Annotated[str, typer.Option(help="Model sizes.")] = "125M,350M,1.3B,2.4B,2.7B",
+    tokens: Tokens = None,
+    batch_size: Batches = "1,4",
+    against_hf: AgainstHf = False,
+    compile: Compile = False,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    threads: Threads = None,
+    repeats: Repeats = 3,
+    markdown: Markdown = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time whole training steps by model size and micro-batch. What memory is too small for is left out, and said."""
+    from headloom.bench.models import steps
+
+    named = _named(variants, settings)
+    shapes = [_shape(name, _sizes(name)) for name in (part.strip() for part in sizes.split(",")) if name]
+    how = _setting(device, dtype, threads, repeats)
+
+    def measure(peak: Any) -> dict[str, Any]:
+        rows, skipped = steps(
+            named,
+            shapes,
+            how,
+            tokens=_ints("tokens", tokens, []),
+            batch_sizes=_ints("batch-size", batch_size),
+            original=against_hf,
+            compile="inductor" if compile else None,
+            peak=peak,
+        )
+        return {"compiled": compile, "rows": rows, "skipped": skipped}
+
+    _run("models", how, named, measure, markdown=markdown, out=out, as_json=as_json, peak=True)
+
+
+def _run(
+    name: str,
+    how: Setting,
+    named: Sequence[Named],
+    measure: Any,
+    *,
+    markdown: bool,
+    out: Path | None,
+    as_json: bool,
+    peak: bool = False,
+) -> None:
+    """Measure, then print and write."""
+    from headloom.bench.setting import Peak
+    from headloom.core.errors import HeadloomError
+    from headloom.report import bench as report
+
+    if markdown and as_json:
+        raise HeadloomError("--markdown and --json cannot go together: give one")
+    if out is not None and out.exists() and not out.is_dir():
+        raise HeadloomError(f"--out must be a folder, and '{out}' is a file")
+    with only_json_on_stdout(as_json) as stream, how.active():
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        best = Peak(how) if peak else None
+        found = measure(best)
+        variants = {each.label: {"mechanism": each.mechanism, "options": dict(each.options)} for each in named}
+        result = {"benchmark": name, **how.to_dict(), "load_average": load, "variants": variants, **found}
+        if best is not None and best.flops_per_second:
+            result["peak"] = best.to_dict()
+        if out is not None:
+            for path in report.write(result, out):
+                typer.echo(f"wrote {path}", err=True)
+        if as_json:
+            print_json(result, stream)
+        elif markdown:
+            typer.echo(report.markdown(result), nl=False)
+        else:
+            _show(result)
+
+
+def _show(result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from headloom.report import bench as report
+
+    screen = console()
+    for found in report.tables(result):
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for place, heading in enumerate(found.headings):
+            table.add_column(heading, justify="right" if place else "left")
+        for row in found.rows:
+            table.add_row(*row)
+        screen.print(table)
+    for note in report.notes(result):
+        screen.print(note, markup=False, soft_wrap=True)
+
+
+def _named(variants: str | None, settings: Sequence[str] | None) -> list[Named]:
+    from headloom.bench.subjects import Named
+    from headloom.lab.variants import parse_variants
+
+    parsed = parse_variants(variants, settings or [], at_least=1)
+    return [Named(found.label, found.mechanism, dict(found.options)) for found in parsed]
+
+
+def _sizes(size: str, width: int | None = None, heads: int | None = None, kv: int | None = None, K: int | None = None):
+    from headloom.bench.subjects import Sizes
+    from headloom.lab.sizes import get_size
+
+    shape = get_size(size)
+    return Sizes(width or shape.hidden_size, heads or shape.num_heads, kv, K, shape.rope_theta)
+
+
+def _shape(size: str, sizes: Sizes) -> Shape:
+    """The whole model of a size, at the layer's sizes."""
+    from headloom.bench.models import Shape
+    from headloom.lab.sizes import gated_width, get_size
+
+    found = get_size(size)
+    own = sizes.hidden_size == found.hidden_size
+    arguments = {
+        **sizes.given(),
+        "num_layers": found.num_layers,
+        "intermediate_size": found.intermediate_size if own else gated_width(sizes.hidden_size),
+        "vocab_size": found.vocab_size,
+        "tie_embeddings": found.tie_embeddings,
+    }
+    return Shape(found.name, found.tokens, arguments)
+
+
+def _setting(device: str, dtype: str | None, threads: int | None, repeats: int) -> Setting:
+    from headloom.bench.setting import Setting
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    return Setting(device=device, dtype=dtype, threads=threads, repeats=repeats, say=say)
+
+
+def _ints(name: str, text: str | None, default: Sequence[int] = ()) -> list[int]:
+    from headloom.core.errors import HeadloomError
+
+    if text is None:
+        return list(default)
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise HeadloomError(f"--{name} must be whole numbers with commas between (512,2048), not '{text}'") from None

@@ -1,0 +1,122 @@
+"""`headloom bench`: what it prints, writes and refuses. No seconds are asserted."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from headloom.cli.app import app
+
+TINY = ["--hidden-size", "16", "--heads", "2", "--tokens", "8", "--threads", "1", "--repeats", "2"]
+RECORDED = {
+    "benchmark",
+    "device",
+    "dtype",
+    "threads",
+    "repeats",
+    "machine",
+    "versions",
+    "load_average",
+    "variants",
+    "rows",
+}
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+@pytest.fixture(scope="module")
+def speed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "out"
+    arguments = ["--variants", "mha,iha:pseudo_heads=2", *TINY, "--modes", "forward,step", "--against-hf"]
+    return call("speed", *arguments, "--out", str(folder), "--json"), folder
+
+
+def test_speed_as_json(speed):
+    done, folder = speed
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert RECORDED | {"variants", "rows", "peak", "skipped", "sizes", "compiled"} <= set(result)
+    assert result == json.loads((folder / "bench.json").read_text())
+    assert result["sizes"] == {"hidden_size": 16, "num_heads": 2, "rope_theta": 10000.0}
+    assert result["variants"]["iha"] == {"mechanism": "iha", "options": {"pseudo_heads": 2}}
+    rows = [(row["variant"], row["mode"]) for row in result["rows"]]
+    assert rows == [
+        ("mha", "forward"),
+        ("iha", "forward"),
+        ("mha", "step"),
+        ("iha", "step"),
+        ("LlamaForCausalLM", "step"),
+    ]
+    assert result["threads"] == 1 and result["peak"]["flops_per_second"] > 0
+    assert "forward, 8 tokens x 1" in done.stderr and "training step, tiny" in done.stderr
+
+
+def test_what_is_written(speed):
+    done, folder = speed
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"bench.json", "bench.md", "speed.svg", "speed.png", "step.svg", "step.png"}
+    assert (folder / "speed.svg").read_text().startswith("<svg")
+    assert (folder / "step.png").read_bytes().startswith(b"\x89PNG")
+    text = (folder / "bench.md").read_text()
+    rows = json.loads(done.stdout)["rows"]
+    assert f"{rows[1]['ratio']['median']:.2f} (" in text and f"| {rows[2]['parameters']:,} |" in text
+    assert f"| {rows[0]['utilisation_exact']:.0%} ({rows[0]['utilisation_full']:.0%}) |" in text
+
+
+def test_memory_and_decode_for_people():
+    done = call("memory", "--variants", "mha", *TINY[:-2], "--markdown")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[0] == "| variant | mode | tokens | batch | peak | times mha |"
+    assert "repetitions" not in done.stdout
+    done = call("decode", "--variants", "iha,iha:cache=expanded", *TINY[:4], "--contexts", "4,8", "--new-tokens", "2")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == ["iha:pseudo_heads=2", "iha:cache=expanded:pseudo_heads=2"] * 2
+    assert lines[4].rstrip().endswith("2.0 KiB") and lines[3].rstrip().endswith("1.0 KiB")
+
+
+def test_models_and_what_is_left_out(monkeypatch):
+    monkeypatch.setattr("headloom.bench.models._free", lambda setting: 2**30)
+    done = call(
+        "models", "--sizes", "tiny,350M", "--variants", "mha", "--tokens", "8", "--batch-size", "1", "--repeats", "1"
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[1].split()[:3] == ["mha", "tiny", "8"]
+    (left,) = [line for line in done.stdout.splitlines() if line.startswith("left out")]
+    assert left.startswith("left out: mha, 350M, 8 tokens x 1: needs 5.") and left.endswith(" GiB, 0.9 available")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["speed", "--variants", "mhaa"], "unknown mechanism 'mhaa'. Did you mean 'mha'?"),
+        (["speed", "--variants", "mha,mha"], "given twice"),
+        (["speed", "--variants", ""], "needs at least one variant"),
+        (["speed", "--modes", "backwards"], "unknown mode 'backwards'. Did you mean 'backward'?"),
+        (["speed", "--modes", "step", "--against", "a:B"], "add one to --modes"),
+        (["speed", "--against-hf"], "add --modes step"),
+        (["speed", "--against", "no.where:Module", "--variants", "mha"], "'no.where' cannot be imported"),
+        (["speed", "--tokens", "many"], "--tokens must be whole numbers with commas between"),
+        (["speed", "--device", "cuda"], "torch sees none"),
+        (["speed", "--size", "tinny"], "Did you mean 'tiny'?"),
+        (["speed", "--json", "--markdown"], "cannot go together"),
+        (["memory", "--dtype", "int8"], "dtype must be one of"),
+        (["decode", "--contexts", "0"], "contexts must be at least 1"),
+        (["models", "--sizes", "125m"], "unknown size '125m'"),
+        (["models", "--sizes", "tiny", "--dtype", "float64"], "float32 or bfloat16"),
+    ],
+)
+def test_wrong_calls(arguments, part, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = call(*arguments)
+    assert done.exit_code == 2 and done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and part in last
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "taken").write_text("")
+    done = call("memory", *TINY[:-2], "--out", str(tmp_path / "taken"))
+    assert done.exit_code == 2 and "is a file" in done.stderr
