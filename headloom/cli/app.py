@@ -1,4 +1,4 @@
-"""The command line: `headloom compare`, `headloom list`, `headloom cost`.
+"""The command line: `headloom compare`, `list`, `cost`, `graft`, `generate`.
 
 Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
 """
@@ -11,6 +11,8 @@ import typer
 
 from headloom.cli.compare import compare
 from headloom.cli.cost import cost
+from headloom.cli.generate import generate
+from headloom.cli.graft import graft
 from headloom.cli.list import list_mechanisms
 
 app = typer.Typer(
@@ -24,6 +26,8 @@ app = typer.Typer(
 app.command("compare")(compare)
 app.command("list")(list_mechanisms)
 app.command("cost")(cost)
+app.command("graft")(graft)
+app.command("generate")(generate)
 
 
 def _version(wanted: bool) -> None:
