@@ -1,4 +1,4 @@
-"""The command line: `headloom compare`, `list`, `cost`, `graft`, `generate`.
+"""The command line: `headloom compare`, `list`, `cost`, `graft`, `generate`, `finetune`.
 
 Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
 """
@@ -11,6 +11,7 @@ import typer
 
 from headloom.cli.compare import compare
 from headloom.cli.cost import cost
+from headloom.cli.finetune import finetune
 from headloom.cli.generate import generate
 from headloom.cli.graft import graft
 from headloom.cli.list import list_mechanisms
@@ -28,6 +29,7 @@ app.command("list")(list_mechanisms)
 app.command("cost")(cost)
 app.command("graft")(graft)
 app.command("generate")(generate)
+app.command("finetune")(finetune)
 
 
 def _version(wanted: bool) -> None:

@@ -44,20 +44,30 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
     import transformers
 
     where, file = _place(str(source))
-    given = {"trust_remote_code": False, **({"gguf_file": file} if file else {})}
     with _saying(source), _quiet():
-        config = transformers.AutoConfig.from_pretrained(where, **given)
+        config = transformers.AutoConfig.from_pretrained(where, **_given(file))
     auto_class = getattr(transformers, _auto_name(config, source, causal))
     wide = torch.float32 if file and dtype == "auto" else dtype
     with _saying(source), _quiet():
-        model = auto_class.from_pretrained(where, dtype=wide, **given).eval()
-        if file:  # the weights are plain tensors by now; only these two still say otherwise, and would be saved
-            model.hf_quantizer = None
-            del model.config.quantization_config
-        tokenizer = None
-        if file or not Path(where).is_dir() or any((Path(where) / name).is_file() for name in _TOKENIZER_FILES):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **given)
-    return Checkpoint(model, tokenizer)
+        model = auto_class.from_pretrained(where, dtype=wide, **_given(file)).eval()
+    if file:  # the weights are plain tensors by now; the marks that say otherwise would stop training, and be saved
+        model.hf_quantizer.remove_quantization_config(model)
+    return Checkpoint(model, load_tokenizer(source))
+
+
+def load_tokenizer(source: str | Path) -> Any | None:
+    """The tokenizer of a checkpoint, or None where its folder has none. Raises HeadloomError."""
+    from transformers import AutoTokenizer
+
+    where, file = _place(str(source))
+    if not file and Path(where).is_dir() and not any((Path(where) / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    with _saying(source), _quiet():
+        return AutoTokenizer.from_pretrained(where, **_given(file))
+
+
+def _given(file: str | None) -> dict[str, Any]:
+    return {"trust_remote_code": False, **({"gguf_file": file} if file else {})}
 
 
 def new_folder(out: Path) -> None:
@@ -79,6 +89,15 @@ def save(checkpoint: Checkpoint, out: Path) -> None:
         partial.replace(out)
     except OSError as error:
         raise HeadloomError(f"'{out}' cannot be written ({error.strerror or error}): give another folder") from None
+
+
+def is_graft(source: str | Path) -> bool:
+    """Whether a checkpoint is a graft already. Raises HeadloomError where there is none."""
+    from transformers import AutoConfig
+
+    where, file = _place(str(source))
+    with _saying(source), _quiet():
+        return getattr(AutoConfig.from_pretrained(where, **_given(file)), MODEL_TYPE, None) is not None
 
 
 def is_causal(config: Any) -> bool:
