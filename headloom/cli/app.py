@@ -1,4 +1,4 @@
-"""The command line: `headloom compare`, `headloom list`, `headloom cost`, `headloom bench`.
+"""The command line: `headloom compare`, `list`, `cost`, `bench`, `graft`, `generate`, `finetune`.
 
 Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
 """
@@ -12,6 +12,9 @@ import typer
 from headloom.cli.bench import bench
 from headloom.cli.compare import compare
 from headloom.cli.cost import cost
+from headloom.cli.finetune import finetune
+from headloom.cli.generate import generate
+from headloom.cli.graft import graft
 from headloom.cli.list import list_mechanisms
 
 app = typer.Typer(
@@ -26,6 +29,9 @@ app.command("compare")(compare)
 app.command("list")(list_mechanisms)
 app.command("cost")(cost)
 app.add_typer(bench, name="bench")
+app.command("graft")(graft)
+app.command("generate")(generate)
+app.command("finetune")(finetune)
 
 
 def _version(wanted: bool) -> None:

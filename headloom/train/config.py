@@ -5,7 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -30,13 +30,12 @@ class LayerSpec(BaseModel):
         return value
 
 
-class RunConfig(BaseModel):
-    """One training run.
+class Recipe(BaseModel):
+    """How a model is trained, whatever the model: data, optimizer, machine and measurements.
 
-    `specs` is one mechanism for all layers or one per layer; an item may be given as a name or a pair (name,
-    options). Sizes are named as in Hugging Face's Llama. Values left at None are resolved by `train` and written
-    resolved: `vocab_size` (the tokenizer's), `threads`, `device`, `eval_batch_size` (the batch size of one
-    accumulation step), `fingerprint` (the data's; when given it is checked).
+    Values left at None are resolved by `train` and written resolved: `vocab_size` (the tokenizer's), `threads`,
+    `device`, `eval_batch_size` (the batch size of one accumulation step), `fingerprint` (the data's; when given it is
+    checked).
 
     Raises HeadloomError, one line, for unknown fields, wrong types, and values that do not go together.
     """
@@ -44,20 +43,8 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(min_length=1)
-    specs: tuple[LayerSpec, ...] = Field(min_length=1)
-    # the model
-    hidden_size: int = Field(ge=1)
-    num_layers: int = Field(ge=1)
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int | None = Field(default=None, ge=1)
-    head_dim: int | None = Field(default=None, ge=1)
-    intermediate_size: int = Field(ge=1)
-    vocab_size: int | None = Field(default=None, ge=2)
-    tie_embeddings: bool = True
-    rope_theta: float | None = Field(default=10000.0, gt=0)
-    rope_scaling: dict[str, Any] | None = None
-    norm_eps: float = Field(default=1e-6, gt=0)
     # the data
+    vocab_size: int | None = Field(default=None, ge=2)
     tokens: int = Field(
         default=256, ge=2, description="context: tokens a row, of which all but the first are predicted"
     )
@@ -93,11 +80,7 @@ class RunConfig(BaseModel):
             raise HeadloomError(_one_line(error, type(self).model_fields)) from None
 
     @model_validator(mode="after")
-    def _goes_together(self) -> RunConfig:
-        if len(self.specs) not in (1, self.num_layers):
-            raise ValueError(
-                f"specs has {len(self.specs)} mechanisms for {self.num_layers} layers: give one, or one per layer"
-            )
+    def _goes_together(self) -> Self:
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"batch_size {self.batch_size} does not divide into accumulation_steps {self.accumulation_steps}"
@@ -118,6 +101,52 @@ class RunConfig(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dictionary; `RunConfig(**that)` gives it back."""
         return self.model_dump(mode="json")
+
+
+class RunConfig(Recipe):
+    """One training run of a model of our own.
+
+    `specs` is one mechanism for all layers or one per layer; an item may be given as a name or a pair (name,
+    options). Sizes are named as in Hugging Face's Llama.
+    """
+
+    specs: tuple[LayerSpec, ...] = Field(min_length=1)
+    hidden_size: int = Field(ge=1)
+    num_layers: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
+    intermediate_size: int = Field(ge=1)
+    tie_embeddings: bool = True
+    rope_theta: float | None = Field(default=10000.0, gt=0)
+    rope_scaling: dict[str, Any] | None = None
+    norm_eps: float = Field(default=1e-6, gt=0)
+
+    @model_validator(mode="after")
+    def _specs_fit(self) -> Self:
+        if len(self.specs) not in (1, self.num_layers):
+            raise ValueError(
+                f"specs has {len(self.specs)} mechanisms for {self.num_layers} layers: give one, or one per layer"
+            )
+        return self
+
+
+class GraftSpec(BaseModel):
+    """What `hl.graft(model, mechanism, layers=..., **options)` is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mechanism: str = Field(min_length=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+    layers: str | None = None
+    allow_change: bool = False
+
+
+class FineTuneConfig(Recipe):
+    """One fine-tuning run: of the checkpoint `model` (a folder, a GGUF file, the hub's name), grafted first or not."""
+
+    model: str = Field(min_length=1)
+    graft: GraftSpec | None = None
 
 
 def _one_line(error: ValidationError, fields: Any) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from headloom.data.packing import TokenData, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
 from headloom.ops import scores
 from headloom.train import records
-from headloom.train.config import RunConfig
+from headloom.train.config import Recipe, RunConfig
 from headloom.train.records import Metrics, RunResult, write_json
 from headloom.train.trainer import Progress, Recorder, RunTrainer
+
+R = TypeVar("R", bound=Recipe)
 
 WARM_STEPS = 5
 
@@ -52,7 +55,7 @@ def build(run: RunConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel
     )
 
 
-def resolve(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> RunConfig:
+def resolve(run: R, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> R:
     """The run with every value that was left open filled in, checked against the data.
 
     Raises HeadloomError: other data or another vocabulary than the run names, too little text, no CUDA where it is
@@ -89,14 +92,14 @@ def resolve(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenizerFast)
 
 
 def train(
-    run: RunConfig,
+    run: R,
     data: TokenData,
     tokenizer: PreTrainedTokenizerFast,
     folder: str | Path,
     on_progress: Progress | None = None,
     *,
     save_model: bool = False,
-    make_model: Callable[[RunConfig, PreTrainedTokenizerFast], PreTrainedModel] = build,
+    make_model: Callable[[R, PreTrainedTokenizerFast], PreTrainedModel] = build,  # type: ignore[assignment]
 ) -> RunResult:
     """Train one model and measure it.
 
@@ -147,7 +150,7 @@ def train(
 
 
 def _result(
-    run: RunConfig,
+    run: Recipe,
     data: TokenData,
     recorder: Recorder,
     model: PreTrainedModel,
@@ -206,7 +209,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 @contextmanager
-def _isolated(run: RunConfig) -> Iterator[None]:
+def _isolated(run: Recipe) -> Iterator[None]:
     """Threads as the run says; afterwards the caller's threads and random states, which the Trainer seeds, are back."""
     threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if run.device == "cuda" else []):

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, set up so that a run is decided by its RunConfig alone."""
+"""Hugging Face's Trainer, set up so that a run is decided by its Recipe alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.trainer_callback import PrinterCallback
 from headloom.core.errors import HeadloomError, RunError
 from headloom.data.packing import TrainingRows
 from headloom.evaluate.bits import BitsPerByte
-from headloom.train.config import RunConfig
+from headloom.train.config import Recipe
 from headloom.train.records import Metrics
 
 ParameterGroups = Callable[[torch.nn.Module, float], list[dict[str, Any]]]
@@ -34,7 +34,7 @@ def rate_factor(step: int, *, warmup_steps: int, steps: int, final: float) -> fl
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
-def training_arguments(run: RunConfig, scratch: str) -> TrainingArguments:
+def training_arguments(run: Recipe, scratch: str) -> TrainingArguments:
     """Trainer's arguments with everything that matters said out loud.
 
     `scratch` is a folder the Trainer may write to.
@@ -74,7 +74,7 @@ class RunTrainer(Trainer):
 
     def __init__(
         self,
-        run: RunConfig,
+        run: Recipe,
         model: PreTrainedModel,
         rows: TrainingRows,
         *,
@@ -140,7 +140,7 @@ class Recorder(TrainerCallback):
     """
 
     def __init__(
-        self, run: RunConfig, metrics: Metrics, evaluate: Callable[[], BitsPerByte], on_progress: Progress | None
+        self, run: Recipe, metrics: Metrics, evaluate: Callable[[], BitsPerByte], on_progress: Progress | None
     ) -> None:
         self.run, self._metrics, self._evaluate, self._on_progress = run, metrics, evaluate, on_progress
         self.step_seconds: list[float] = []

@@ -1,0 +1,166 @@
+"""`headloom finetune`: a graft and the model it came from, fine-tuned the same way on one's own text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headloom.cli.common import INTERRUPTED, Json, console, ends_with_status, only_json_on_stdout, print_json
+from headloom.cli.graft import AllowChange, Layers, Model, Settings, To, mechanism_of
+
+if TYPE_CHECKING:
+    from headloom.train.finetune import Arm
+
+GRAFTED, UNGRAFTED = "grafted", "ungrafted"
+
+
+@ends_with_status
+def finetune(
+    model: Model,
+    data: Annotated[str, typer.Option(help="A text file, .jsonl, .parquet, a folder, stdlib, or a Hugging Face set.")],
+    out: Annotated[Path, typer.Option(help="A new folder, or one this very command left: finished runs are kept.")],
+    to: Annotated[str | None, To] = None,
+    settings: Settings = None,
+    layers: Layers = None,
+    allow_change: AllowChange = False,
+    original: Annotated[
+        str | None, typer.Option(help="For a MODEL that is a graft already: the ungrafted one to compare it with.")
+    ] = None,
+    only_grafted: Annotated[
+        bool, typer.Option("--only-grafted", help="Train no ungrafted model: nothing is then compared.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 200,
+    tokens: Annotated[int, typer.Option(help="Context in tokens.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Rows of the context a step.")] = 4,
+    accumulation_steps: Annotated[int, typer.Option(help="Cut a step's rows into so many passes, for memory.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after a tenth of the steps.")] = 1e-4,
+    seeds: Annotated[int, typer.Option(help="Runs of each model; a seed orders the data.")] = 1,
+    validation_bytes: Annotated[int, typer.Option(help="Held-out text, at most.")] = 2**16,
+    limit_bytes: Annotated[int | None, typer.Option(help="Read at most so many bytes of text.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Processor threads. Default: all this process may use.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 (autocast over float32 weights).")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Fine-tune a causal language model with another attention, and without it the same way.
+
+    Same rows in the same order, steps, learning rates and seeds. Bits per byte are of held-out text: a tenth of the
+    documents, or of one document its last tenth. The folder gets both tuned models and result.json.
+    """
+    arms = arms_of(model, to, settings or [], layers, allow_change, original, only_grafted)
+    from headloom.data import load_corpus
+    from headloom.lab.progress import Bar
+    from headloom.train.finetune import finetune as run
+
+    with only_json_on_stdout(as_json) as stdout:
+        try:
+            with Bar() as bar:
+                found = run(
+                    arms,
+                    load_corpus(data, limit_bytes=limit_bytes),
+                    out,
+                    seeds=seeds,
+                    validation_bytes=validation_bytes,
+                    progress=bar,
+                    steps=steps,
+                    tokens=tokens,
+                    batch_size=batch_size,
+                    accumulation_steps=accumulation_steps,
+                    learning_rate=learning_rate,
+                    warmup_steps=steps // 10,
+                    threads=threads,
+                    dtype=dtype,
+                )
+        except KeyboardInterrupt:
+            typer.echo(f"stopped; finished runs are kept in {out}: the same command goes on", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        if as_json:
+            print_json({"folder": str(out), **found}, stdout)
+        else:
+            show(found, out)
+
+
+def arms_of(
+    model: str,
+    to: str | None,
+    settings: list[str],
+    layers: str | None,
+    allow_change: bool,
+    original: str | None,
+    only_grafted: bool,
+) -> dict[str, Arm]:
+    """What is trained. A MODEL that is a graft already is compared with `original`; any other is grafted here and
+    compared with itself."""
+    from headloom.core.errors import HeadloomError
+    from headloom.hf import checkpoints
+    from headloom.train.config import GraftSpec
+    from headloom.train.finetune import Arm
+
+    if checkpoints.is_graft(model):
+        if to is not None:
+            raise HeadloomError(f"'{model}' is a graft already: leave --to out, or give the original and --to")
+        if original is None and not only_grafted:
+            raise HeadloomError(
+                f"'{model}' is a graft already, and what it came from is not known: give --original MODEL to compare "
+                "with, or --only-grafted to train it alone"
+            )
+        arms = {GRAFTED: Arm(model)}
+    else:
+        if to is None:
+            raise HeadloomError(f"'{model}' is no graft: say with --to what attention it should get")
+        if original is not None:
+            raise HeadloomError(f"--original is for a model that is a graft already; '{model}' is its own original")
+        mechanism, options = mechanism_of(to, settings)
+        spec = GraftSpec(mechanism=mechanism, options=options, layers=layers, allow_change=allow_change)
+        arms = {GRAFTED: Arm(model, spec)}
+    if only_grafted:
+        if original is not None:
+            raise HeadloomError("--original and --only-grafted cannot go together: give one")
+        return arms
+    source = model if original is None else original
+    if checkpoints.is_graft(source):
+        raise HeadloomError(f"--original '{source}' is a graft itself: give the model without one")
+    return {**arms, UNGRAFTED: Arm(source)}
+
+
+def show(found: dict[str, Any], out: Path) -> None:
+    """The table, what the difference is, and where the models are."""
+    from rich.table import Table
+
+    from headloom.lab.statistics import paired_difference, spread
+
+    to = console()
+    table = Table(pad_edge=False)
+    for place, name in enumerate(("model", "parameters", "before", "after", "change", "s / step", "training s")):
+        table.add_column(name, justify="left" if place == 0 else "right")
+    for name, arm in found["arms"].items():
+        runs, before = arm["runs"], arm["before"]
+        after = spread([run["bits_per_byte"] for run in runs])
+        noise = "" if after.sd is None else f" (sd {after.sd:.4f})"
+        table.add_row(
+            name,
+            f"{before['parameters']:,}",
+            f"{before['bits_per_byte']:.4f}",
+            f"{after.mean:.4f}{noise}",
+            f"{(after.mean or 0) - before['bits_per_byte']:+.4f}",
+            f"{spread([run['step_time_seconds'] for run in runs]).mean:.2f}",
+            f"{sum(run['train_seconds'] for run in runs):.0f}",
+        )
+    to.print(table)
+    to.print(next(iter(found["arms"].values()))["before"]["text"], markup=False, soft_wrap=True)
+    for arm in found["arms"].values():
+        if arm["before"]["graft"]:
+            to.print(arm["before"]["graft"], markup=False, soft_wrap=True)
+    if set(found["arms"]) == {GRAFTED, UNGRAFTED}:
+        after = {
+            name: {run["seed"]: run["bits_per_byte"] for run in arm["runs"]} for name, arm in found["arms"].items()
+        }
+        paired = paired_difference(after[GRAFTED], after[UNGRAFTED])
+        noise = (
+            "one seed: what is noise is not known"
+            if paired.half_width is None
+            else f"95 % interval {paired.low:+.4f} to {paired.high:+.4f}, {paired.n} seeds"
+        )
+        to.print(f"grafted minus ungrafted: {paired.mean:+.4f} bits per byte ({noise})", markup=False, soft_wrap=True)
+    to.print(f"Models and result.json: {out}", markup=False, soft_wrap=True)

@@ -1,0 +1,89 @@
+"""`headloom graft`: another attention in a checkpoint, its function kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headloom.cli.common import Json, ends_with_status, only_json_on_stdout, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headloom.hf import GraftReport
+
+Model = Annotated[str, typer.Argument(help="A checkpoint's folder, a .gguf file, or the hub's owner/name.")]
+Out = Annotated[Path, typer.Argument(help="A new folder for the result.")]
+To = typer.Option("--to", help="The mechanism, with options after colons: iha:pseudo_heads=2.")
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="pseudo_heads=2: an option of the mechanism. Repeatable.")
+]
+Layers = Annotated[str | None, typer.Option(help="Which layers: 0-3,8. Default: all.")]
+AllowChange = Annotated[bool, typer.Option("--allow-change", help="Accept a graft that changes what the model says.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16 or float64.")]
+
+
+@ends_with_status
+def graft(
+    model: Model,
+    out: Out,
+    to: Annotated[str, To],
+    settings: Settings = None,
+    layers: Layers = None,
+    allow_change: AllowChange = False,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Replace the attention of a checkpoint and save it as a new one, with its tokenizer.
+
+    Unless --allow-change is given the result computes what the original did; the difference is measured and printed.
+    """
+    mechanism, options = mechanism_of(to, settings or [])
+    from headloom import hf
+    from headloom.hf import checkpoints
+
+    with only_json_on_stdout(as_json) as stdout:
+        checkpoints.new_folder(out)
+        checkpoint = checkpoints.load(model, dtype=dtype)
+        report = hf.graft(checkpoint.model, mechanism, layers=layers, allow_change=allow_change, **options)
+        checkpoints.save(checkpoint, out)
+        if as_json:
+            print_json({"folder": str(out), **as_dict(report)}, stdout)
+        else:
+            typer.echo(report)
+            typer.echo(saved(out, with_tokenizer=checkpoint.tokenizer is not None))
+
+
+def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The mechanism and its options from --to and --set, which wins. Unknown names give the near ones."""
+    from headloom.attention import mechanisms
+    from headloom.core.errors import unknown
+    from headloom.lab.variants import parse_options, parse_variant, split_pair
+
+    name = text.partition(":")[0].strip()
+    if name not in mechanisms():
+        raise unknown("mechanism", name, mechanisms())
+    pairs = [split_pair(setting, "--set") for setting in settings]
+    chosen = parse_options(name, [(key.removeprefix(f"{name}."), value) for key, value in pairs])
+    return name, {**parse_variant(text).options, **chosen}
+
+
+def as_dict(report: GraftReport) -> dict[str, Any]:
+    return {
+        "layers": [
+            {"layer": change.index, "mechanism": change.mechanism, "config": change.config.to_dict()}
+            for change in report.changes
+        ],
+        "num_layers": report.num_layers,
+        "parameters_before": report.parameters_before,
+        "parameters_added": report.parameters_added,
+        "difference": report.difference,
+        "relative": report.relative,
+        "exact": report.exact,
+    }
+
+
+def saved(out: Path, *, with_tokenizer: bool) -> str:
+    return f"Saved in {out}" + ("" if with_tokenizer else " (no tokenizer: there was none beside the model)")

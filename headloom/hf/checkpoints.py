@@ -1,0 +1,168 @@
+"""Checkpoints as commands name them: a folder, a GGUF file, or a model of the hub, with the tokenizer beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headloom.core.errors import HeadloomError, near
+from headloom.hf.config import MODEL_TYPE
+from headloom.hf.family import families, family_named
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """A model in evaluation mode and its tokenizer (None where the folder has none)."""
+
+    model: Any
+    tokenizer: Any | None
+
+
+def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Checkpoint:
+    """Read a checkpoint. No code from it is run.
+
+    Args:
+        source: a folder, a .gguf file (its weights are made plain again, float32 unless told otherwise), or the hub's
+            'owner/name'.
+        dtype: of the weights, one of `DTYPES`; "auto" keeps the checkpoint's.
+        causal: only a causal language model will do.
+    Raises:
+        HeadloomError: nothing there, nothing that loads, or not a causal language model where one is asked for.
+    """
+    if dtype not in DTYPES:
+        raise HeadloomError(f"unknown dtype '{dtype}'.{near(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}")
+    import transformers
+
+    where, file = _place(str(source))
+    with _saying(source), _quiet():
+        config = transformers.AutoConfig.from_pretrained(where, **_given(file))
+    auto_class = getattr(transformers, _auto_name(config, source, causal))
+    wide = torch.float32 if file and dtype == "auto" else dtype
+    with _saying(source), _quiet():
+        model = auto_class.from_pretrained(where, dtype=wide, **_given(file)).eval()
+    if file:  # the weights are plain tensors by now; the marks that say otherwise would stop training, and be saved
+        model.hf_quantizer.remove_quantization_config(model)
+    return Checkpoint(model, load_tokenizer(source))
+
+
+def load_tokenizer(source: str | Path) -> Any | None:
+    """The tokenizer of a checkpoint, or None where its folder has none. Raises HeadloomError."""
+    from transformers import AutoTokenizer
+
+    where, file = _place(str(source))
+    if not file and Path(where).is_dir() and not any((Path(where) / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    with _saying(source), _quiet():
+        return AutoTokenizer.from_pretrained(where, **_given(file))
+
+
+def _given(file: str | None) -> dict[str, Any]:
+    return {"trust_remote_code": False, **({"gguf_file": file} if file else {})}
+
+
+def new_folder(out: Path) -> None:
+    """Refuse a place that holds something already. Raises HeadloomError."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise HeadloomError(f"'{out}' exists and is not empty: give a new folder, or remove this one")
+
+
+def save(checkpoint: Checkpoint, out: Path) -> None:
+    """Write model and tokenizer to a new folder; a folder of that name is whole or absent."""
+    new_folder(out)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        with _quiet():
+            checkpoint.model.save_pretrained(partial)
+            if checkpoint.tokenizer is not None:
+                checkpoint.tokenizer.save_pretrained(partial)
+        partial.replace(out)
+    except OSError as error:
+        raise HeadloomError(f"'{out}' cannot be written ({error.strerror or error}): give another folder") from None
+
+
+def is_graft(source: str | Path) -> bool:
+    """Whether a checkpoint is a graft already. Raises HeadloomError where there is none."""
+    from transformers import AutoConfig
+
+    where, file = _place(str(source))
+    with _saying(source), _quiet():
+        return getattr(AutoConfig.from_pretrained(where, **_given(file)), MODEL_TYPE, None) is not None
+
+
+def is_causal(config: Any) -> bool:
+    """Whether a config is of a causal language model: by its family where we know it, else by its class's name."""
+    if config.model_type in families():
+        return bool(family_named(config.model_type).common(config, 0)["causal"])
+    return not config.architectures or config.architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def _place(source: str) -> tuple[str, str | None]:
+    """What transformers calls it: (folder or hub name, GGUF file in it or None)."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return str(path), None
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise HeadloomError(f"'{source}' is a file, but no .gguf: give the folder of a checkpoint, or a GGUF file")
+        return str(path.parent), path.name
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not path.parent.is_dir():
+        return source, None
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise HeadloomError(
+        f"'{source}' does not exist.{near(path.name, beside)} Give the folder of a checkpoint, a .gguf file, or the "
+        "hub's 'owner/name'"
+    )
+
+
+def _auto_name(config: Any, source: str | Path, causal: bool) -> str:
+    """The Auto class that loads the checkpoint with the head it was saved with."""
+    if causal:
+        if not is_causal(config):
+            raise HeadloomError(
+                f"'{source}' is a {config.model_type} model, no causal language model: it predicts no next token"
+            )
+        return "AutoModelForCausalLM"
+    saved = (config.architectures or [""])[0].removeprefix(MODEL_TYPE.capitalize())
+    heads = family_named(config.model_type).head_classes()
+    named = [auto_name for auto_name, head in heads.items() if head.__name__ == saved]
+    if saved and not named:
+        known = ", ".join(sorted(head.__name__ for head in heads.values()))
+        raise HeadloomError(f"'{source}' holds a {saved}. Of family '{config.model_type}' these are known: {known}")
+    return named[0] if named else next(iter(heads))
+
+
+@contextlib.contextmanager
+def _saying(source: str | Path) -> Iterator[None]:
+    """Whatever stops the libraries from reading a checkpoint, as one line: their errors have no common base."""
+    try:
+        yield
+    except HeadloomError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise HeadloomError(f"'{source}' cannot be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars: commands show their own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
