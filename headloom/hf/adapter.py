@@ -12,10 +12,10 @@ from torch import Tensor
 
 from headloom.attention import layer_config, make_config, mechanisms, taken
 from headloom.attention.config import AttentionConfig
-from headloom.hf.cache import HFCache
 from headloom.hf.config import FAMILY_ROTARY
 from headloom.hf.family import Family
 from headloom.hf.masks import arriving
+from headloom.hf.room import view_of
 from headloom.ops.rotary import Rotary
 
 
@@ -37,12 +37,11 @@ class GraftedAttention:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         cache = kwargs.get("past_key_values") if cache is None else cache
-        view = None if cache is None else HFCache(cache)
-        layer: int = self.layer_index  # type: ignore[attr-defined]
-        past, static = (0, False) if view is None else (view.length(layer), view.is_static(layer))
+        layer, T = self.layer_index, hidden_states.shape[1]  # type: ignore[attr-defined]
+        view = None if cache is None else view_of(cache, layer, T)
         out = super().forward(  # type: ignore[misc]
             hidden_states,
-            mask=arriving(attention_mask, past, hidden_states.shape[1], static=static),
+            mask=arriving(attention_mask, 0, T) if view is None else view.arriving(attention_mask, layer, T),
             positions=position_ids,
             documents=documents,
             cache=view,
