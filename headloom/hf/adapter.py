@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from headloom.attention import layer_config, make_config, mechanisms, taken
 from headloom.attention.config import AttentionConfig
 from headloom.core.errors import HeadloomError
-from headloom.hf.cache import HFCache
 from headloom.hf.config import FAMILY_ROTARY
 from headloom.hf.family import Family
 from headloom.hf.layouts import Misfit
 from headloom.hf.masks import arriving
+from headloom.hf.room import view_of
 from headloom.hf.rope import FamilyRotary
 
 
@@ -40,12 +40,11 @@ class GraftedAttention:
         for name in ("past_key_values", "layer_past"):
             cache = kwargs.get(name) if cache is None else cache
         position_ids = kwargs.get("places") if position_ids is None else position_ids
-        view = None if cache is None else HFCache(getattr(cache, "self_attention_cache", cache))
-        layer: int = self.layer_index  # type: ignore[attr-defined]
-        past, static = (0, False) if view is None else (view.length(layer), view.is_static(layer))
+        layer, T = self.layer_index, hidden_states.shape[1]  # type: ignore[attr-defined]
+        view = None if cache is None else view_of(getattr(cache, "self_attention_cache", cache), layer, T)
         out = super().forward(  # type: ignore[misc]
             hidden_states,
-            mask=arriving(attention_mask, past, hidden_states.shape[1], static=static),
+            mask=arriving(attention_mask, 0, T) if view is None else view.arriving(attention_mask, layer, T),
             positions=position_ids,
             documents=documents,
             cache=view,

@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from headloom.core.errors import HeadloomError
+from headloom.hf.masks import arriving
 from headloom.ops.cache import Cache, Seen
+from headloom.ops.masks import Mask
 
 Slots = dict[str, Tensor]
 Shape = tuple[int, int]
@@ -158,6 +160,14 @@ class HFCache(Cache):
         window = getattr(stored, "sliding_window", None) or stored.max_cache_len
         return min(seen, int(window) - 1)
 
+    def arriving(self, mask: Any, layer: int, T: int) -> Mask | None:
+        """A mask in any form, of a call with T tokens, as one of ours over the tokens that the layer sees."""
+        past, seen = self.length(layer), self.tokens(layer) + T
+        if not self.is_static(layer):
+            return arriving(mask, past, T)
+        S = past + T  # a static cache's mask covers its room, which goes on behind this call
+        return arriving(mask, past, T, cut=lambda x: x if x.shape[-1] == S else x[..., seen - S : seen])
+
     def held(self, layer: int = 0) -> Seen | None:
         stored = self._stored(layer)
         return stored.seen if isinstance(stored, ConstantLayer) else None
@@ -181,7 +191,7 @@ class HFCache(Cache):
         S = past + new.positions_BS.shape[-1]
         # a static layer hands out its whole room, of which the unwritten end is cut off; the last S are the others'
         used = slice(None, S) if self.is_static(layer) else slice(keys.shape[2] - S, None)
-        return _seen(keys[:, :, used], values[:, :, used], new, past)
+        return seen_as(keys[:, :, used], values[:, :, used], new, past)
 
     def peek(self, layer: int, new: Seen) -> Seen:
         past = self._continue(layer, new)
@@ -193,7 +203,7 @@ class HFCache(Cache):
             last = min(self.tokens(layer), stored.keys.shape[-2])
             keys = torch.cat((stored.keys[:, :, last - past : last], keys), 2)
             values = torch.cat((stored.values[:, :, last - past : last], values), 2)
-        return _seen(keys, values, new, past)
+        return seen_as(keys, values, new, past)
 
     def _continue(self, layer: int, new: Seen) -> int:
         """The cached tokens before this call, once it is sure that none of them is of another document."""
@@ -218,8 +228,8 @@ class HFCache(Cache):
         return f"HFCache({self.cache!r})"
 
 
-def _seen(keys: Tensor, values: Tensor, new: Seen, past: int) -> Seen:
-    """What was stored, as slots."""
+def seen_as(keys: Tensor, values: Tensor, new: Seen, past: int) -> Seen:
+    """What was stored, as slots: `past` cached tokens, then this call's."""
     shapes = {name: (value.shape[1], value.shape[3]) for name, value in new.slots.items()}
     positions, documents = new.positions_BS, new.documents_BS
     if past:

@@ -12,12 +12,19 @@ from headloom.hf.cache import PACKED
 from headloom.ops.tokens import restarts
 
 
-def find(kwargs: dict[str, Any], documents: Tensor | None, past: int) -> tuple[Tensor | None, bool]:
+def tokens_in(cache: Any) -> int | None:
+    """Cached tokens. None: that is a tensor (a static cache's), and a compiler cannot read it."""
+    tokens = cache.get_seq_length()
+    return None if torch.compiler.is_compiling() and isinstance(tokens, Tensor) else int(tokens)
+
+
+def find(kwargs: dict[str, Any], documents: Tensor | None, past: int | None) -> tuple[Tensor | None, bool]:
     """(document ids (B, T) or None, whether they tell documents apart); -1 = outside every document.
 
     In this order: `cu_seq_lens_q`, which also replaces a 2-D mask; `documents`; restarts of `position_ids` among real
     tokens. `kwargs` is the model's call, whose mask this may take away. A 4-D mask says which tokens are padding only
-    to us, so ids (0 and -1) go down with it where padding's positions would look like restarts.
+    to us, so ids (0 and -1) go down with it where padding's positions would look like restarts. `past`: cached tokens;
+    None, a static cache in a compiled call, leaves restarts out: such a call continues one document.
     """
     tokens = kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
@@ -35,7 +42,7 @@ def find(kwargs: dict[str, Any], documents: Tensor | None, past: int) -> tuple[T
             raise HeadloomError(f"documents must have shape {(B, T)}, one id a token, not {tuple(documents.shape)}")
         return documents.expand(B, T), True
     positions = kwargs.get("position_ids")
-    if positions is None or positions.dim() != 2:
+    if positions is None or positions.dim() != 2 or past is None:
         return None, False
     if past:
         _check_continues(positions, kwargs.get("attention_mask"), past)

@@ -54,9 +54,11 @@ def mask_function(
 ) -> Mask | None:
     """The call's mask as a predicate: `Padding` over the cache and this call, or None (only causality and windows).
 
-    A rule that is neither causality, window, packing nor padding is written out as `Dense`.
+    A rule that is neither causality, window, packing nor padding is written out as `Dense`; so is that of a static
+    cache, which hands out places that nothing stands at yet.
     """
-    if mask_function is not None and not _is_known(mask_function, kwargs):
+    static = isinstance(q_offset, Tensor) or kv_length + kv_offset > q_offset + q_length
+    if mask_function is not None and (static or not _is_known(mask_function, kwargs)):
         from transformers.masking_utils import sdpa_mask
 
         given = {k: v for k, v in kwargs.items() if k in ("use_vmap", "device")}
@@ -98,36 +100,44 @@ def _is_known(function: Any, kwargs: dict[str, Any]) -> bool:
     return all(getattr(f, "__qualname__", "").startswith(_KNOWN) for f in _members(function))
 
 
-def dense_mask(config: Any, inputs_embeds: Tensor, **kwargs: Any) -> Tensor | None:
-    """The mask of a static cache, (B, 1, T, room) booleans, by transformers' own function."""
+def dense_mask(config: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
+    """The mask of a static cache by transformers' own function: (B, 1, T, room) booleans, or one for each kind of layer
+    where the family asks for that. In a family that knows one kind only, layers with a window of ours cut the mask of
+    those without."""
     from transformers.masking_utils import create_masks_for_generate
 
-    if len(set(getattr(config, "layer_types", None) or ())) > 1:
-        raise HeadloomError(
-            "a static cache serves layers of one kind; this model has windows in some layers only. Leave "
-            "cache_implementation at its default (dynamic)"
-        )
     plain = copy.copy(config)
     plain._attn_implementation_internal = "sdpa"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds and not _knows_kinds(config):
+        del plain.layer_types
+        plain.sliding_window = config.sliding_window if len(kinds) == 1 else None
     return create_masks_for_generate(plain, inputs_embeds, **kwargs)
 
 
-def arriving(mask: Any, past: int, T: int, *, static: bool = False) -> Mask | None:
+def _knows_kinds(config: Any) -> bool:
+    """Whether the family's own config says of each layer which kind it is."""
+    return any("layer_types" in getattr(cls, "__annotations__", {}) for cls in type(config).__mro__)
+
+
+def arriving(mask: Any, past: int, T: int, *, cut: Callable[[Tensor], Tensor] | None = None) -> Mask | None:
     """Whatever transformers hands over -> a mask over the `past` cached tokens that this layer sees and this call.
 
     None, a mask of ours, 4-D booleans (True = visible) or floats (added to scores: -inf or a type's lowest = hidden),
-    and 2-D padding, as the backends "headloom", "sdpa", "eager" and "flash_attention_2" make them. `static`: the cache
-    has room behind this call, and a dense mask covers it.
+    and 2-D padding, as the backends "headloom", "sdpa", "eager" and "flash_attention_2" make them. `cut` takes from a
+    mask's last axis what is about the tokens this layer looks at: by default the last ones of all tokens.
     """
     if mask is None:
         return None
+    S = past + T
+    cut = cut or (lambda x: x if x.shape[-1] == S else x[..., -S:])
     if isinstance(mask, Mask):
-        parts = [_cut(part, past + T, static) for part in mask.parts()]
+        parts = [type(part)(cut(part.values)) if isinstance(part, Padding | Dense) else part for part in mask.parts()]
         return functools.reduce(lambda a, b: a & b, parts)
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        return _cut(Padding(mask.bool()), past + T, static)
+        return Padding(cut(mask.bool()))
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == 1:
-        return _cut(Dense(visible_pairs(mask)[:, 0]), past + T, static)
+        return Dense(cut(visible_pairs(mask)[:, 0]))
     shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else ""
     raise HeadloomError(
         f"cannot read an attention mask of type {type(mask).__name__}{shape}. Give a 2-D padding mask or a 4-D mask "
@@ -145,16 +155,6 @@ def visible_pairs(mask: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and bool((~visible & (mask > -1e4)).any()):
         raise HeadloomError("a 4-D float mask must hold 0 (visible) and -inf (hidden); other biases are not supported")
     return visible
-
-
-def _cut(part: Mask, S: int, static: bool) -> Mask:
-    """The part of a mask that is about the S tokens this layer looks at: the last ones of all tokens, except that a
-    static cache's dense mask goes on behind this call."""
-    if isinstance(part, Padding):
-        return part if part.values.shape[1] == S else Padding(part.values[:, -S:])
-    if isinstance(part, Dense) and part.values.shape[-1] != S:
-        return Dense(part.values[..., :S] if static else part.values[..., -S:])
-    return part
 
 
 def attention_function(

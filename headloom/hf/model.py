@@ -93,13 +93,13 @@ class Graft:
                 "self_attn) gives every pseudo-head's pattern and the effective per-token map"
             )
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        past = 0 if cache is None else int(cache.get_seq_length())
-        if past and getattr(cache, PACKED, False):
+        past = 0 if cache is None else docs.tokens_in(cache)
+        if past != 0 and getattr(cache, PACKED, False):
             raise HeadloomError(DECODE_PACKED)
         found, packed = docs.find(kwargs, documents, past)
-        if past and packed:
+        if past != 0 and packed:
             raise HeadloomError(DECODE_PACKED)
-        if cache is not None and not past:
+        if cache is not None and past == 0:
             setattr(cache, PACKED, False)  # it may have held something else before
         if packed:
             self._check_whole()
@@ -122,12 +122,9 @@ class Graft:
 
     # ---- generation -----------------------------------------------------------------------------------------------
     @staticmethod
-    def create_masks_for_generate(config: Any, inputs_embeds: Tensor, **kwargs: Any) -> Tensor | None:
+    def create_masks_for_generate(config: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
         """A dense mask for static caches, whose models accept no object (transformers 5.24 asks it for `.ndim`)."""
         return dense_mask(config, inputs_embeds, **kwargs)
-
-    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        return False  # the static path reads the cache's length: correct, but not one graph
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

@@ -125,11 +125,14 @@ def _pad(x: Tensor, width: int) -> Tensor:
 @torch.library.custom_op(
     "headloom::scores",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? pairs, int[] rule, int[] pieces, bool masked, "
-    "float scale) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? pairs, SymInt[] rule, SymInt[] pieces, "
+    "bool masked, float scale) -> (Tensor, Tensor)",
 )
 def scores(q, k, v, documents, pairs, rule, pieces, masked, scale):
-    """Merged output and log-sum-exp. Unequal widths are padded: the fused kernel wants one, and zeros add nothing."""
+    """Merged output and log-sum-exp. Unequal widths are padded: the fused kernel wants one, and zeros add nothing.
+
+    Sizes are SymInt: compiled, one graph then serves every length of a growing cache.
+    """
     width, value_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = _pad(q, width), _pad(k, width), _pad(v, width)
     if masked:
@@ -155,7 +158,7 @@ def _(q, k, v, documents, pairs, rule, pieces, masked, scale):
     "headloom::scores_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, Tensor? pairs, "
-    "int[] rule, int[] pieces, bool masked, float scale) -> (Tensor, Tensor, Tensor)",
+    "SymInt[] rule, SymInt[] pieces, bool masked, float scale) -> (Tensor, Tensor, Tensor)",
 )
 def scores_backward(grad, q, k, v, out, lse, documents, pairs, rule, pieces, masked, scale):
     key_width, value_width = q.shape[-1], v.shape[-1]

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from headloom.core.errors import HeadloomError
-from headloom.hf import HFCache
+from headloom.hf import HFCache, graft
 from headloom.hf.cache import pack, unpack
 from headloom.ops.cache import Seen
 
@@ -95,8 +94,14 @@ def test_windows_in_some_layers(mixed, ids):
         real = mask.bool() if given is not None else torch.ones_like(mask, dtype=torch.bool)
         torch.testing.assert_close(out[real], wanted[real], **CLOSE)
         assert [layer.keys.shape[2] for layer in cache.layers] == [2, 9]
-    with pytest.raises(HeadloomError, match="windows in some layers only"):
-        model.generate(x, max_new_tokens=2, cache_implementation="static")
+    for T in (2, 5):  # the window is filled while decoding, and by the prompt
+        got = model.generate(x[:, -T:], attention_mask=torch.ones(2, T, dtype=torch.long), max_new_tokens=7,
+                             cache_implementation="static", **SETTINGS)  # fmt: skip
+        assert torch.equal(got, greedy(model, x[:, -T:], 7))
+    got = model.generate(
+        x[:, :5], attention_mask=mask[:, :5], max_new_tokens=7, cache_implementation="static", **SETTINGS
+    )
+    assert torch.equal(got, greedy(model, x[:, :5], 7, mask[:, :5]))
 
 
 def greedy(model, x, steps, mask=None):
@@ -132,6 +137,17 @@ def test_static_windows(tiny, ids):
     mask[0, :3] = 0
     got = model.generate(x, attention_mask=mask, max_new_tokens=7, cache_implementation="static", **SETTINGS)
     assert torch.equal(got, greedy(model, x, 7, mask))
+
+
+@pytest.mark.parametrize("layers", ["1", "0,2"])
+def test_a_static_cache_of_a_partial_graft_by_hand(llama, ids, layers):
+    """No mask is given: layers that were not grafted do not see the places that nothing stands at yet either."""
+    model, x = llama(), ids(2, 6)
+    graft(model, "iha", layers=layers, pseudo_heads=2)
+    cache = StaticCache(config=model.config, max_cache_len=11)
+    with torch.no_grad():
+        outs = [model(x[:, a:b], cache=cache).logits for a, b in ((0, 3), (3, 4), (4, 6))]
+    torch.testing.assert_close(torch.cat(outs, 1), full(model, x), **CLOSE)
 
 
 def test_a_static_cache_by_hand(tiny, ids, variant):

@@ -1,0 +1,131 @@
+"""torch.compile: training is one graph, and so is decoding, for every token the same (backend aot_eager)."""
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+from transformers import CompileConfig, LogitsProcessor, StaticCache
+
+from headloom.hf import graft
+
+G2 = {"num_kv_heads": 2}
+SPECS = {
+    "mha": ("mha", {}),
+    "iha": ("iha", {**G2, "pseudo_heads": 2}),
+    "sas": ("sas", {**G2, "simulated_heads": 8, "kernel_size": 3}),
+    "sas base": ("sas", {**G2, "simulated_heads": 8, "kernel_size": 3, "cache": "base"}),
+    "deltaformer": ("deltaformer", G2),
+}
+SETTINGS = {"do_sample": False, "eos_token_id": None}
+CLOSE = {"rtol": 0, "atol": 1e-10}
+
+
+class Counting:
+    """A backend that counts its graphs, and how many there were when each token was chosen."""
+
+    def __init__(self):
+        self.graphs, self.at_token = 0, []
+
+    def __call__(self, module, inputs):
+        self.graphs += 1
+        return aot_eager(module, inputs)
+
+    def __deepcopy__(self, memo):  # CompileConfig copies what it is given
+        return self
+
+    def processor(self):
+        counting = self
+
+        class Watch(LogitsProcessor):
+            def __call__(self, ids, scores):
+                counting.at_token.append(counting.graphs)
+                return scores
+
+        return Watch()
+
+
+@pytest.fixture
+def counting():
+    torch._dynamo.reset()
+    yield Counting()
+    torch._dynamo.reset()
+
+
+def static(model, x, mask, steps, counting):
+    """Tokens by transformers' own compiled decoding with a static cache."""
+    how = CompileConfig(backend=counting, fullgraph=True, mode=None)
+    how._compile_all_devices = True  # transformers does so by itself on an accelerator
+    return model.generate(
+        x, attention_mask=mask, max_new_tokens=steps, cache_implementation="static", compile_config=how,
+        logits_processor=[counting.processor()], **SETTINGS,
+    )  # fmt: skip
+
+
+def padded(ids, T, empty):
+    x, mask = ids(2, T), torch.ones(2, T, dtype=torch.long)
+    mask[0, :empty] = 0
+    return x, mask
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_static_cache_decodes_in_one_graph(mixed, ids, counting, spec):
+    """Left-padded prompts; the graph of the first token serves all, and the tokens are those of the dynamic cache."""
+    model, (x, mask) = mixed([spec]), padded(ids, 5, 2)
+    wanted = model.generate(x, attention_mask=mask, max_new_tokens=10, **SETTINGS)
+    assert torch.equal(static(model, x, mask, 10, counting), wanted)
+    assert counting.at_token == [0, *[1] * 9]
+
+
+@pytest.mark.parametrize(("prompt", "some"), [(2, False), (6, True)], ids=["all layers", "some layers"])
+def test_static_windows_settle_to_one_graph(mixed, ids, counting, prompt, some):
+    """W = 4: while a window fills it is another graph; once it is full no token makes a new one."""
+    layers = [("gqa", {**G2, "window": 4}), ("gqa", G2)] if some else [("iha", {**G2, "pseudo_heads": 2, "window": 4})]
+    model, (x, mask) = mixed(layers), padded(ids, prompt, prompt // 2)
+    wanted = model.generate(x, attention_mask=mask, max_new_tokens=12, **SETTINGS)
+    assert torch.equal(static(model, x, mask, 12, counting), wanted)
+    assert counting.at_token[-6] == counting.at_token[-1] <= 4
+
+
+def test_a_partial_graft_by_hand(llama, ids, counting):
+    """No mask, prompt and steps through the compiled model, a layer that was not grafted beside those that were."""
+    model, x = llama(num_hidden_layers=2), ids(2, 12)
+    graft(model, "iha", layers=1, pseudo_heads=2)
+    with torch.no_grad():
+        wanted = model(x, use_cache=False).logits
+        compiled = torch.compile(model, backend=counting, fullgraph=True, dynamic=False)
+        cache = StaticCache(config=model.config, max_cache_len=15)
+        logits, graphs = [compiled(x[:, :4], cache=cache).logits], []
+        for i in range(4, 12):
+            logits.append(compiled(x[:, i : i + 1], cache=cache, position_ids=torch.full((2, 1), i)).logits)
+            graphs.append(counting.graphs)
+    torch.testing.assert_close(torch.cat(logits, 1), wanted, **CLOSE)
+    assert len(set(graphs[1:])) == 1, "the first step meets an initialised cache, and so is another graph"
+
+
+def test_a_growing_cache_is_soon_one_graph(mixed, ids, counting):
+    model, (x, mask) = mixed([SPECS["iha"]]), padded(ids, 5, 2)
+    wanted = model.generate(x, attention_mask=mask, max_new_tokens=8, **SETTINGS)
+    model.forward = torch.compile(model.forward, backend=counting, fullgraph=True)
+    watch = {"logits_processor": [counting.processor()]}
+    assert torch.equal(model.generate(x, attention_mask=mask, max_new_tokens=8, **watch, **SETTINGS), wanted)
+    assert counting.at_token == [1, 2, *[3] * 6], "the prompt, one token, and any token"
+
+
+@pytest.mark.parametrize(
+    ("spec", "documents"), [(SPECS["iha"], True), (SPECS["sas"], False)], ids=["iha packed", "sas"]
+)
+def test_training_is_one_graph(mixed, ids, counting, spec, documents):
+    model, x = mixed([spec]).train(), ids(2, 7)
+    call = {"labels": x, "use_cache": False}
+    if documents:
+        call["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
+
+    def step(run):
+        model.zero_grad()
+        loss = run(x, **call).loss
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+    wanted = step(model)
+    got = step(torch.compile(model, backend=counting, fullgraph=True))
+    torch.testing.assert_close(got, wanted, **CLOSE)
+    assert counting.graphs == 1
