@@ -69,6 +69,10 @@ class Recipe(BaseModel):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="bfloat16: autocast over float32 weights"
     )
+    compile: Literal["inductor", "aot_eager"] | None = Field(default=None, description="torch.compile's backend")
+    checkpoint_activations: bool = Field(
+        default=False, description="keep no activations, compute them again in the backward pass"
+    )
     # the measurements
     eval_every: int | None = Field(default=None, ge=1, description="steps between validations; None: at the end only")
     eval_batch_size: int | None = Field(default=None, ge=1)

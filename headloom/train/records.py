@@ -2,6 +2,14 @@
 
 config.json     the resolved configuration           metrics.jsonl   one JSON object a line, flushed as it happens
 result.json     there if and only if the run is complete             failure.json   why it stopped, if it did
+mixes.npz       the learned mixes after training, by the parameter's name; absent where there are none
+checkpoints/    while it runs: what it goes on from after a kill     tracking/      what --track writes
+
+Lines of metrics.jsonl, one "train" a step and one "eval" a validation, the last step always among them:
+    {"kind": "train", "step", "tokens", "flops", "seconds", "loss", "learning_rate", "grad_norm"}
+    {"kind": "eval", "step", "tokens", "flops", "seconds", "bits_per_byte", "validation_loss"}
+tokens: predicted so far. flops: of training so far, null where the caller did not say what a token costs. seconds: of
+training so far. loss: nats per token.
 """
 
 from __future__ import annotations
@@ -9,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headloom.core.errors import HeadloomError
 
-CONFIG, METRICS, RESULT, FAILURE = "config.json", "metrics.jsonl", "result.json", "failure.json"
+CONFIG, METRICS, RESULT, FAILURE, MIXES = "config.json", "metrics.jsonl", "result.json", "failure.json", "mixes.npz"
 
 
 class RunResult(BaseModel):
@@ -28,6 +37,8 @@ class RunResult(BaseModel):
         bits_per_byte, validation_loss (nats per token), perplexity, validation_tokens, validation_bytes: at the end,
         on the validation split.
         validation_text: the rules of that measurement in one line.
+        selection_bits_per_byte: on the split that learning rates are chosen by, None where there is none.
+        weights: SHA-256 of the trained weights.
         parameters: trainable numbers, tied ones once. train_loss: of the last step. tokens: predicted in training.
         train_seconds: training alone, without validation, records and callbacks. eval_seconds: of the last validation.
         step_time_seconds: median wall time of a step without the first `warm_steps`, with the quartiles beside it.
@@ -48,6 +59,8 @@ class RunResult(BaseModel):
     validation_tokens: int
     validation_bytes: int
     validation_text: str
+    selection_bits_per_byte: float | None
+    weights: str
     parameters: int
     no_decay_parameters: int
     train_loss: float
@@ -80,15 +93,24 @@ class RunResult(BaseModel):
 
 
 class Metrics:
-    """metrics.jsonl: lines appended and flushed one by one; every line is strict JSON."""
+    """metrics.jsonl: lines appended and flushed one by one; every line is strict JSON.
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8")
+    `kept` are the records it begins with; whatever else the file held is gone.
+    """
+
+    def __init__(self, path: Path, kept: Sequence[dict[str, Any]] = ()) -> None:
+        if kept:
+            _replace(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
+        self._file: TextIO = path.open("a" if kept else "w", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; more lines are an error."""
@@ -103,16 +125,29 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that is absent, old, or complete: to a neighbour first, flushed to disk, then renamed."""
+    _replace(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file, or None if there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _replace(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
 
 
 def open_folder(folder: Path, config: dict[str, Any]) -> None:
-    """Make a run's folder ready: new or empty, or one that holds this very run, which then starts afresh.
+    """Make a run's folder ready: new or empty, or one that holds this very run, whose result and failure are removed.
 
     Raises HeadloomError when it holds another run, or is a file.
     """
@@ -121,19 +156,16 @@ def open_folder(folder: Path, config: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     before = folder / CONFIG
     if before.is_file():
-        try:
-            old = json.loads(before.read_text(encoding="utf-8"))
-        except ValueError:
-            old = None
+        old = read_json(before)
         if old != config:
-            differing = sorted(key for key in config if not isinstance(old, dict) or old.get(key) != config[key])
+            differing = sorted(key for key in config if old is None or old.get(key) != config[key])
             raise HeadloomError(
                 f"'{folder}' holds another run (it differs in {', '.join(differing) or 'its fields'}). "
                 "Give another folder, or remove this one."
             )
     elif any((folder / name).exists() for name in (METRICS, RESULT, FAILURE)):
         raise HeadloomError(f"'{folder}' holds records without a {CONFIG}. Give another folder, or remove this one.")
-    for name in (RESULT, FAILURE, METRICS):
+    for name in (RESULT, FAILURE):
         (folder / name).unlink(missing_ok=True)
     write_json(before, config)
 

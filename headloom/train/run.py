@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from transformers.utils import logging
 
 from headloom import hf
 from headloom.core.errors import HeadloomError, RunError
-from headloom.data.packing import TokenData, TrainingRows
+from headloom.data.packing import TokenData, TokenStream, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
 from headloom.ops import scores
-from headloom.train import records
+from headloom.train import checkpoints, records, tracking
 from headloom.train.config import Recipe, RunConfig
 from headloom.train.records import Metrics, RunResult, write_json
 from headloom.train.trainer import Progress, Recorder, RunTrainer
+from headloom.train.weights import checksum, mix_names, save_mixes
 
 R = TypeVar("R", bound=Recipe)
 
@@ -98,6 +99,10 @@ def train(
     folder: str | Path,
     on_progress: Progress | None = None,
     *,
+    selection: TokenStream | None = None,
+    flops_per_token: float | None = None,
+    checkpoint_seconds: float | None = 60.0,
+    track: str | None = None,
     save_model: bool = False,
     make_model: Callable[[R, PreTrainedTokenizerFast], PreTrainedModel] = build,  # type: ignore[assignment]
 ) -> RunResult:
@@ -106,47 +111,100 @@ def train(
     Args:
         run: everything that decides the numbers; the same resolved run gives bit-equal losses on one CPU.
         data: from headloom.data.prepare, with this tokenizer.
-        folder: new, empty, or left by this very run, which then starts afresh. Filled as headloom.train.records says.
+        folder: new, empty, or left by this very run, which goes on from its last checkpoint, or else starts afresh.
+            Filled as headloom.train.records says.
         on_progress: called after each step with (step, steps, loss).
+        selection: a text to measure besides, that learning rates are chosen by.
+        flops_per_token: what a predicted token costs in training, for the records.
+        checkpoint_seconds: training time between checkpoints, 0 for one after every step, None for none.
+        track: "tensorboard", "trackio" or "wandb" (offline), to be followed while it goes on.
         save_model: also write model and tokenizer to folder/model.
         make_model: makes the model from the resolved run, to train something other than a new Llama.
+
+    Several processes (accelerate launch) share every batch; the first one writes.
 
     Raises:
         HeadloomError: the call is wrong; nothing was started.
         RunError: loss or gradient is not finite; the folder then holds failure.json and all metrics up to that step.
     """
     folder, run = Path(folder), resolve(run, data, tokenizer)
+    tracking.check(track)
+    writes = int(os.environ.get("RANK", "0")) == 0
     with _isolated(run):
         model = make_model(run, tokenizer)
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
-        records.open_folder(folder, run.to_dict())
-        metrics = Metrics(folder / records.METRICS)
+        checkpoint, before = _open(folder, run) if writes else (checkpoints.latest(folder), [])
+        metrics = Metrics(folder / records.METRICS, before) if writes else None
         evaluate = partial(
             bits_per_byte,
             model,
-            data.validation,
             context=run.tokens,
             batch_size=run.eval_batch_size or run.micro_batch_size,
             dtype=torch.bfloat16 if run.dtype == "bfloat16" else None,
         )
-        recorder = Recorder(run, metrics, evaluate, on_progress)
+        recorder = Recorder(
+            run,
+            metrics,
+            partial(evaluate, data.validation),
+            on_progress if writes else None,
+            flops_per_token=flops_per_token,
+            before=[record for record in before if record["kind"] == "train"],
+        )
         caching = model.config.use_cache
         try:
-            with tempfile.TemporaryDirectory() as scratch, scores.paths() as paths:
-                trainer = RunTrainer(run, model, rows, groups=hf.parameter_groups, recorder=recorder, scratch=scratch)
-                trainer.train()
+            with scores.paths() as paths, tracking.environment(track, folder):
+                paths.update(checkpoint.score_paths if checkpoint else {})
+                callbacks: list[TrainerCallback] = [recorder]
+                if checkpoint_seconds is not None:
+                    callbacks.append(
+                        checkpoints.Checkpoints(
+                            folder,
+                            seconds=checkpoint_seconds,
+                            metrics=metrics,
+                            score_paths=paths,
+                            on_sealed=recorder.start_clock,
+                        )
+                    )
+                place = str(folder / checkpoints.FOLDER)
+                groups = hf.parameter_groups
+                trainer = RunTrainer(run, model, rows, groups=groups, callbacks=callbacks, folder=place, track=track)
+                trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         except RunError as error:
-            failure = {"name": run.name, "seed": run.seed, "step": len(recorder.step_seconds), "reason": str(error)}
-            write_json(folder / records.FAILURE, failure)
+            if writes:
+                _fail(folder, run, len(recorder.step_seconds), error)
             raise
         finally:
-            metrics.close()
+            if metrics is not None:
+                metrics.close()
             model.config.use_cache = caching
-        result = _result(run, data, recorder, model, trainer.optimizer, dict(paths))
-        if save_model:
-            _save(trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False), tokenizer, folder / "model")
-        write_json(folder / records.RESULT, result.to_dict())
+        chosen_by = evaluate(selection).bits_per_byte if selection is not None else None
+        weights = trainer.weights()
+        result = _result(run, data, recorder, model, trainer, dict(paths), chosen_by, checksum(weights))
+        if writes:
+            if save_model:
+                _save(trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False), tokenizer, folder / "model")
+            save_mixes(folder / records.MIXES, mix_names(model), weights)
+            write_json(folder / records.RESULT, result.to_dict())
+            checkpoints.remove_all(folder)
         return result
+
+
+def _open(folder: Path, run: Recipe) -> tuple[checkpoints.Checkpoint | None, list[dict[str, Any]]]:
+    """The checkpoint to go on from, and the records up to it."""
+    records.open_folder(folder, run.to_dict())
+    checkpoints.remove_incomplete(folder)
+    checkpoint = checkpoints.latest(folder)
+    if checkpoint is not None:
+        before = [record for record in records.read_metrics(folder) if record["step"] <= checkpoint.step]
+        if [r["step"] for r in before if r["kind"] == "train"] == list(range(1, checkpoint.step + 1)):
+            return checkpoint, before
+    checkpoints.remove_all(folder)
+    return None, []
+
+
+def _fail(folder: Path, run: Recipe, step: int, error: RunError) -> None:
+    write_json(folder / records.FAILURE, {"name": run.name, "seed": run.seed, "step": step, "reason": str(error)})
+    checkpoints.remove_all(folder)
 
 
 def _result(
@@ -154,10 +212,12 @@ def _result(
     data: TokenData,
     recorder: Recorder,
     model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer | None,
+    trainer: RunTrainer,
     paths: dict[str, int],
+    selection_bits: float | None,
+    weights: str,
 ) -> RunResult:
-    measured, seconds = recorder.final, recorder.step_seconds
+    measured, seconds, optimizer = recorder.final, recorder.step_seconds, trainer.optimizer
     assert measured is not None and optimizer is not None and len(seconds) == run.steps
     warm = min(WARM_STEPS, len(seconds) // 2)
     low, middle, high = _quartiles(seconds[warm:])
@@ -172,6 +232,8 @@ def _result(
         validation_tokens=measured.tokens,
         validation_bytes=measured.bytes,
         validation_text=measured.text,
+        selection_bits_per_byte=selection_bits,
+        weights=weights,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         no_decay_parameters=sum(undecayed),
         train_loss=recorder.train_loss,

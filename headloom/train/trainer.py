@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,18 +36,27 @@ def rate_factor(step: int, *, warmup_steps: int, steps: int, final: float) -> fl
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
-def training_arguments(run: Recipe, scratch: str) -> TrainingArguments:
+def training_arguments(run: Recipe, folder: str, track: str | None = None) -> TrainingArguments:
     """Trainer's arguments with everything that matters said out loud.
 
-    `scratch` is a folder the Trainer may write to.
+    `folder` takes the Trainer's checkpoints. Started as several processes (accelerate launch), each takes its share of
+    every batch.
     """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if run.micro_batch_size % world:
+        raise HeadloomError(
+            f"{world} processes cannot share the {run.micro_batch_size} rows of a forward pass evenly: "
+            "give a batch_size that they divide, or fewer accumulation_steps"
+        )
     return TrainingArguments(
-        output_dir=scratch,
+        output_dir=folder,
+        run_name=run.name,
+        project="headloom",
         use_cpu=run.device == "cpu",
         seed=run.seed,
         bf16=run.dtype == "bfloat16",
         max_steps=run.steps,
-        per_device_train_batch_size=run.micro_batch_size,
+        per_device_train_batch_size=run.micro_batch_size // world,
         gradient_accumulation_steps=run.accumulation_steps,
         average_tokens_across_devices=True,  # the loss is a mean over all tokens of a step, however they are cut
         train_sampling_strategy="sequential",  # TrainingRows already stands in the run's order
@@ -62,9 +73,14 @@ def training_arguments(run: Recipe, scratch: str) -> TrainingArguments:
         logging_strategy="steps",
         logging_steps=1,
         logging_nan_inf_filter=False,
-        save_strategy="no",
+        save_strategy="no",  # Checkpoints asks for them
         eval_strategy="no",
-        report_to="none",
+        activation_checkpointing=run.checkpoint_activations,
+        activation_checkpointing_kwargs={"use_reentrant": False} if run.checkpoint_activations else None,
+        torch_compile=run.compile is not None,
+        torch_compile_backend=run.compile,
+        ddp_find_unused_parameters=False,
+        report_to=track or "none",
         disable_tqdm=True,
     )
 
@@ -79,18 +95,14 @@ class RunTrainer(Trainer):
         rows: TrainingRows,
         *,
         groups: ParameterGroups,
-        recorder: Recorder,
-        scratch: str,
+        callbacks: list[TrainerCallback],
+        folder: str,
+        track: str | None = None,
     ) -> None:
         self.run, self._groups = run, groups
-        arguments = training_arguments(run, scratch)
-        if arguments.world_size > 1:
-            raise HeadloomError(
-                f"a run uses one process, but {arguments.world_size} were launched. "
-                "Start it without torchrun or accelerate launch."
-            )
+        arguments = training_arguments(run, folder, track)
         arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs would multiply the batch size behind our back
-        super().__init__(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[recorder])
+        super().__init__(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=callbacks)
         self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -122,6 +134,13 @@ class RunTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's whole state, gathered where it is spread over processes."""
+        assert self.model is not None
+        if self.is_fsdp_enabled:
+            return dict(self.accelerator.get_state_dict(self.model_wrapped))
+        return dict(self.model.state_dict())
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: FLOPs are counted by headloom.bench from the built module, not estimated at every step."""
         return 0
@@ -136,15 +155,29 @@ class Recorder(TrainerCallback):
     """Writes each step as it happens, validates, keeps the time, and stops a run whose numbers are no longer finite.
 
     The clock runs from the end of one step's records to the end of the next step: loading, forward, backward and
-    update count; records, validation and the caller's progress do not.
+    update count; records, validation, checkpoints and the caller's progress do not.
+
+    Args:
+        metrics: None in the processes of a run that do not write.
+        flops_per_token: what a predicted token costs in training, for the records.
+        before: the "train" records of the steps made before, when a run goes on.
     """
 
     def __init__(
-        self, run: Recipe, metrics: Metrics, evaluate: Callable[[], BitsPerByte], on_progress: Progress | None
+        self,
+        run: Recipe,
+        metrics: Metrics | None,
+        evaluate: Callable[[], BitsPerByte],
+        on_progress: Progress | None,
+        *,
+        flops_per_token: float | None = None,
+        before: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.run, self._metrics, self._evaluate, self._on_progress = run, metrics, evaluate, on_progress
-        self.step_seconds: list[float] = []
-        self.train_loss = math.nan
+        self._flops_per_token = flops_per_token
+        ends = [0.0, *(record["seconds"] for record in before)]
+        self.step_seconds: list[float] = [end - start for start, end in itertools.pairwise(ends)]
+        self.train_loss = before[-1]["loss"] if before else math.nan
         self.eval_seconds = 0.0
         self.final: BitsPerByte | None = None
         self._mark = 0.0
@@ -158,6 +191,10 @@ class Recorder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start the clock."""
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """What went before is nobody's training time."""
         self._mark = self._now()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -186,16 +223,21 @@ class Recorder(TrainerCallback):
                     "a longer warm-up, or a smaller clip."
                 )
         self.train_loss = loss
-        self._metrics.write(
-            {"kind": "train", "step": step, "tokens": self.tokens(step), "seconds": seconds}
-            | {"loss": loss, "learning_rate": rate, "grad_norm": norm}
-        )
+        self._write("train", step, seconds, loss=loss, learning_rate=rate, grad_norm=norm)
         every = self.run.eval_every
         if step == self.run.steps or (every is not None and step % every == 0):
             self._validate(step, seconds)
         if self._on_progress is not None:
             self._on_progress(step, self.run.steps, loss)
-        self._mark = self._now()
+        self.start_clock()
+
+    def _write(self, kind: str, step: int, seconds: float, **values: float) -> None:
+        if self._metrics is not None:
+            tokens = self.tokens(step)
+            flops = None if self._flops_per_token is None else tokens * self._flops_per_token
+            self._metrics.write(
+                {"kind": kind, "step": step, "tokens": tokens, "flops": flops, "seconds": seconds, **values}
+            )
 
     def _validate(self, step: int, seconds: float) -> None:
         start = self._now()
@@ -207,10 +249,8 @@ class Recorder(TrainerCallback):
                 f"its validation loss is {measured.nll_per_token}. "
                 f"Use a lower learning rate (below {self.run.learning_rate:g}) or a longer warm-up."
             )
-        self._metrics.write(
-            {"kind": "eval", "step": step, "tokens": self.tokens(step), "seconds": seconds}
-            | {"bits_per_byte": measured.bits_per_byte, "validation_loss": measured.nll_per_token}
-        )
+        bits, loss = measured.bits_per_byte, measured.nll_per_token
+        self._write("eval", step, seconds, bits_per_byte=bits, validation_loss=loss)
         self.final = measured
 
     def _now(self) -> float:

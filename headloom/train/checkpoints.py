@@ -1,0 +1,117 @@
+"""Checkpoints of a run: whole or absent, so that a run killed at any moment goes on to the numbers it would have had.
+
+The Trainer writes checkpoint-N/ file by file (weights, AdamW, schedule, random states, its own step). Only when all of
+it is on the disk is it marked (complete.json) and renamed step-N/; the ones before it are removed after that. What a
+kill left behind as checkpoint-N/ is removed when the run goes on. Position in the data follows from the step: rows are
+a function of (seed, position). Losses and seconds follow from metrics.jsonl, which is flushed to the disk first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from headloom.train.records import Metrics, read_json, write_json
+
+FOLDER, MARKER = "checkpoints", "complete.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: where it is, after which step, and how often each score path had run by then."""
+
+    path: Path
+    step: int
+    score_paths: Mapping[str, int]
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The last complete checkpoint of a run's folder."""
+    found = []
+    for path in (folder / FOLDER).glob("step-*"):
+        mark = read_json(path / MARKER)
+        if mark is not None:
+            found.append(Checkpoint(path, int(mark["step"]), mark["score_paths"]))
+    return max(found, key=lambda checkpoint: checkpoint.step, default=None)
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove what a kill left half written."""
+    for path in (folder / FOLDER).glob("*"):
+        if not (path.name.startswith("step-") and (path / MARKER).is_file()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_all(folder: Path) -> None:
+    """A finished run needs none."""
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
+class Checkpoints(TrainerCallback):
+    """Asks the Trainer for a checkpoint every `seconds` (0: after every step), and seals it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seconds: float,
+        metrics: Metrics | None,
+        score_paths: Mapping[str, int],
+        on_sealed: Callable[[], None],
+    ) -> None:
+        self._folder, self._seconds, self._metrics = folder / FOLDER, seconds, metrics
+        self._paths, self._on_sealed = score_paths, on_sealed
+        self._last = time.monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Decide; over several processes the first one's clock decides for all."""
+        due = time.monotonic() - self._last >= self._seconds and state.global_step < state.max_steps
+        if args.world_size > 1:
+            said = torch.tensor([due], device=args.device, dtype=torch.int32)
+            torch.distributed.broadcast(said, 0)
+            due = bool(said.item())
+        if due:
+            control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Flush everything, mark, rename, and only then let go of the older ones."""
+        if args.world_size > 1:
+            torch.distributed.barrier()  # every process has written its random state
+        if state.is_world_process_zero:
+            assert self._metrics is not None
+            self._metrics.sync()
+            written = self._folder / f"checkpoint-{state.global_step}"
+            sync_tree(written)
+            write_json(written / MARKER, {"step": state.global_step, "score_paths": dict(self._paths)})
+            sealed = self._folder / f"step-{state.global_step}"
+            written.rename(sealed)
+            sync(self._folder)
+            for older in self._folder.glob("step-*"):
+                if older != sealed:
+                    shutil.rmtree(older, ignore_errors=True)
+        self._last = time.monotonic()
+        self._on_sealed()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """The same for all files under a folder, and the folder."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        sync(path)
+    sync(folder)
