@@ -55,18 +55,25 @@ def load(text: str) -> tuple[type[nn.Module], dict[str, Any]]:
 def _import(place: str) -> Any:
     with _working_folder_first():
         try:
-            if place.endswith(".py"):
-                spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-                assert spec is not None and spec.loader is not None
-                module = importlib.util.module_from_spec(spec)
-                sys.modules[Path(place).stem] = module
-                spec.loader.exec_module(module)
-                return module
-            return importlib.import_module(place)
-        except (ImportError, FileNotFoundError, SyntaxError) as error:
+            return _run_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        except Exception as error:  # whatever a user's file may raise
             raise HeadloomError(
-                f"'{place}' cannot be imported: {error}. Give a module on the path, or a file's path ending in .py"
+                f"'{place}' cannot be imported: {type(error).__name__}: {error}. Give a module on the path, or the path "
+                "of a file ending in .py"
             ) from None
+
+
+def _run_file(path: Path) -> Any:
+    name = f"_against_{path.stem}"  # its stem alone might be a library's name
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 @contextmanager

@@ -15,6 +15,9 @@ from headloom.bench.subjects import FACTOR, MODES, Named, Sizes, Subject, call, 
 from headloom.core.errors import HeadloomError
 from headloom.ops.scores import paths
 
+COMPILED = " compiled"
+"""Added to the label of what runs through torch.compile."""
+
 
 def speed(
     variants: Sequence[Named],
@@ -32,7 +35,8 @@ def speed(
 
     Args:
         against: the user's module (`headloom.bench.against`), timed in turns with the variants.
-        compile: a backend of torch.compile ("inductor"), or None for eager. Compile time is the first call's, apart.
+        compile: a backend of torch.compile ("inductor"): everything also runs compiled, in the same turns. The time of
+            the first compiled call stands apart.
         peak: what utilisation is of; it is measured before every point.
     """
     rows: list[dict[str, Any]] = []
@@ -42,35 +46,38 @@ def speed(
             peak.measure()
         for mode in modes:
             setting.say(f"{mode}, {T:,} tokens x {B}")
-            calls, ran = {}, {}
+            calls: dict[str, Callable[[], object]] = {}
+            ran: dict[str, dict[str, Any]] = {}
             for each in subjects:
                 each.module.train(mode != "forward")
+                calls[each.label] = call(each.module, x_BTD, mode)
                 with paths() as counted:  # eager: a compiled call would count nothing
-                    call(each.module, x_BTD, mode)()
-                ran[each.label] = {"paths": dict(counted)}
-                module: Callable[..., Any] = each.module
-                if compile:
-                    module, about = compiled(each.module, compile)
-                    ran[each.label] |= about(call(module, x_BTD, mode))
-                calls[each.label] = call(module, x_BTD, mode)
+                    calls[each.label]()
+                ran[each.label] = {"paths": dict(counted), "compiled": False}
+                if compile is not None:
+                    setting.say(f"compiling {each.label}")
+                    name = each.label + COMPILED
+                    calls[name] = call(torch.compile(each.module, backend=compile, dynamic=False), x_BTD, mode)
+                    ran[name] = {**ran[each.label], "compiled": True, **first_compiled_call(calls[name])}
             timings = interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device)
-            reference = timings[subjects[0].label]
+            torch.compiler.reset()
             for each in subjects:
-                timing = timings[each.label]
-                rows.append(
-                    {
-                        "variant": each.label,
-                        "mode": mode,
-                        "tokens": T,
-                        "batch_size": B,
-                        "layers": each.layers,
-                        "seconds": timing.per(each.layers).to_dict(),
-                        "ratio": timing.over(reference).per(each.layers / subjects[0].layers).spread(),
-                        **{f"flops_{name}": _flops(each, name, mode, B) for name in ("full", "exact")},
-                        **ran[each.label],
-                        **({"differences": differences} if each.label == against else {}),
-                    }
-                )
+                for name in (each.label, each.label + COMPILED):
+                    if name in timings:
+                        share = each.layers / subjects[0].layers
+                        row = {
+                            "variant": each.label,
+                            "mode": mode,
+                            "tokens": T,
+                            "batch_size": B,
+                            "layers": each.layers,
+                            "seconds": timings[name].per(each.layers).to_dict(),
+                            "ratio": timings[name].over(timings[subjects[0].label]).per(share).spread(),
+                            "ratio_to_eager": timings[name].over(timings[each.label]).spread(),
+                            **{f"flops_{kind}": _flops(each, kind, mode, B) for kind in ("full", "exact")},
+                            **ran[name],
+                        }
+                        rows.append(row | ({"differences": differences} if name == against else {}))
     if peak is not None:
         for row in rows:
             use_of_peak(row, peak)
@@ -146,19 +153,16 @@ def _differences(subjects: Sequence[Subject], x_BTD: torch.Tensor, against: str 
     return [users.compare(each, theirs, x_BTD) for each in mine]
 
 
-def compiled(module: torch.nn.Module, backend: str):
-    """The compiled module, and what is to be said of its first call: its seconds, and why the graph broke."""
+def first_compiled_call(first_call: Callable[[], object]) -> dict[str, Any]:
+    """The seconds of a call that compiles, and why the graph broke, if it did."""
+    from torch._dynamo import config
     from torch._dynamo.utils import counters
 
-    torch.compiler.reset()
     counters.clear()
-    made = torch.compile(module, backend=backend, dynamic=False)
-
-    def about(first_call: Callable[[], object]) -> dict[str, Any]:
+    # all subjects run through one piece of code: each is one more compilation of it, and none may fall back to eager
+    with config.patch(recompile_limit=1000, fail_on_recompile_limit_hit=True):
         took = seconds(first_call)
-        return {"compile_seconds": took, "graph_breaks": dict(counters["graph_break"])}
-
-    return made, about
+    return {"compile_seconds": took, "graph_breaks": dict(counters["graph_break"])}
 
 
 def _flops(each: Subject, convention: str, mode: str, batch: int) -> float | None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from headloom.bench.cost import model_flops
-from headloom.bench.layers import compiled, use_of_peak
+from headloom.bench.layers import COMPILED, first_compiled_call, use_of_peak
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
 from headloom.bench.subjects import FACTOR, Named
@@ -105,23 +105,25 @@ def steps(
             timings |= timed
             about |= more
         for candidate in fitting:
-            timing = timings[candidate.label]
-            rows.append(
-                {
-                    "variant": candidate.label,
-                    "mode": "step",
-                    **point,
-                    "layers": shape.arguments["num_layers"],
-                    "parameters": candidate.parameters,
-                    "seconds": timing.to_dict(),
-                    "tokens_per_second": B * T / timing.median,
-                    "ratio": timing.over(timings[fitting[0].label]).spread(),
-                    "ratio_to": fitting[0].label,
-                    "interleaved": together,
-                    **{f"flops_{name}": n and n * FACTOR["step"] * B for name, n in candidate.flops.items()},
-                    **about[candidate.label],
-                }
-            )
+            for name in (candidate.label, candidate.label + COMPILED):
+                if name in timings:
+                    timing = timings[name]
+                    row = {
+                        "variant": candidate.label,
+                        "mode": "step",
+                        **point,
+                        "layers": shape.arguments["num_layers"],
+                        "parameters": candidate.parameters,
+                        "seconds": timing.to_dict(),
+                        "tokens_per_second": B * T / timing.median,
+                        "ratio": timing.over(timings[fitting[0].label]).spread(),
+                        "ratio_to": fitting[0].label,
+                        "ratio_to_eager": timing.over(timings[candidate.label]).spread(),
+                        "interleaved": together,
+                        **{f"flops_{kind}": n and n * FACTOR["step"] * B for kind, n in candidate.flops.items()},
+                        **about[name],
+                    }
+                    rows.append(row)
     if peak is not None and rows:
         for row in rows:
             use_of_peak(row, peak)
@@ -138,28 +140,35 @@ def _timed(
     ids_BT = torch.randint(shape.arguments["vocab_size"], (batch, tokens), generator=generator).to(setting.device)
     for candidate in group:
         model: Any = candidate.build().to(setting.device).train()
-        call: Any = model
+        optimizer = optimizer_of(model)
+        step = calls[candidate.label] = training_step(model, model, optimizer, ids_BT, setting)
+        with paths() as counted:
+            step()
+        about[candidate.label] = {"paths": dict(counted), "compiled": False}
         if backend:
-            call, first = compiled(model, backend)
-        step = training_step(model, call, ids_BT, setting)
-        if backend:
-            about[candidate.label] = first(step)
-        else:
-            with paths() as counted:
-                step()
-            about[candidate.label] = {"paths": dict(counted)}
-        calls[candidate.label] = step
+            setting.say(f"compiling {candidate.label}")
+            name = candidate.label + COMPILED
+            made = torch.compile(model, backend=backend, dynamic=False)
+            step = calls[name] = training_step(model, made, optimizer, ids_BT, setting)
+            about[name] = {**about[candidate.label], "compiled": True, **first_compiled_call(step)}
     timings = interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device)
     calls.clear()
+    torch.compiler.reset()
     gc.collect()
     return timings, about
 
 
-def training_step(model: Any, call: Any, ids_BT: torch.Tensor, setting: Setting) -> Callable[[], object]:
-    """One step of `model`, whose forward is `call` (itself, or compiled)."""
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as in a comparison's runs."""
     from headloom.hf import parameter_groups
 
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+
+def training_step(
+    model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, ids_BT: torch.Tensor, setting: Setting
+) -> Callable[[], object]:
+    """One step of `model`, whose forward is `call` (itself, or compiled)."""
     mixed: Any = contextlib.nullcontext()
     if setting.dtype == "bfloat16":
         mixed = torch.autocast(setting.device, dtype=torch.bfloat16)

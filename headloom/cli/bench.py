@@ -46,7 +46,7 @@ Against = Annotated[
     ),
 ]
 AgainstHf = Annotated[bool, typer.Option("--against-hf", help="Also transformers' own model in whole training steps.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Through torch.compile; its time apart.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Each also through torch.compile; the time that takes apart.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and figures (SVG, PNG).")]
 

@@ -98,7 +98,7 @@ def figure(kind: str, rows: Sequence[Row]) -> Any:
 
     from headloom.report.figures import PALETTE
 
-    labels = list(dict.fromkeys(row["variant"] for row in rows))
+    labels = list(dict.fromkeys(map(_label, rows)))
     colour = alt.Color(
         "variant:N",
         scale=alt.Scale(domain=labels, range=[PALETTE[place % len(PALETTE)] for place in range(len(labels))]),
@@ -133,20 +133,21 @@ def _drawn(kind: str, row: Row) -> dict[str, Any]:
         value, panel = row["tokens_per_second"], ""
     else:
         value, panel = row["seconds"]["median"] if kind == "speed" else row["peak_bytes"] / 2**20, f"{row['mode']}, "
-    return {"variant": row["variant"], "tokens": tokens, "value": value, "panel": f"{panel}batch {row['batch_size']}"}
+    return {"variant": _label(row), "tokens": tokens, "value": value, "panel": f"{panel}batch {row['batch_size']}"}
 
 
 def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
     batch: Column = ("batch", lambda row: str(row["batch_size"]))
     tokens: Column = ("tokens", lambda row: f"{row['tokens']:,}")
     mode: Column = ("mode", lambda row: row["mode"])
-    variant: Column = ("variant", lambda row: row["variant"])
+    variant: Column = ("variant", _label)
     usual = rows[0].get("ratio_to") or rows[0]["variant"]
     times: Column = (f"times {usual}", lambda row: _times(row["ratio"]))
     use: Column = ("use of peak", _use)
     built: list[Column] = []
-    if any("compile_seconds" in row for row in rows):
-        built = [("compiling", lambda row: f"{row['compile_seconds']:.1f} s")]
+    if any(row.get("compiled") for row in rows):
+        built = [("times eager", lambda row: _times(row["ratio_to_eager"]) if row["compiled"] else "")]
+        built += [("compiling", lambda row: f"{row['compile_seconds']:.1f} s" if row["compiled"] else "")]
     if kind == "speed":
         return [variant, mode, tokens, batch, ("a layer", lambda row: _time(row["seconds"])), times, use, *built]
     if kind == "memory":
@@ -169,6 +170,10 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
         ("tokens a second", lambda row: f"{row['tokens_per_second']:,.0f}"),
         ("cache", lambda row: f"{row['cache_bytes'] / 1024:,.1f} KiB"),
     ]
+
+
+def _label(row: Row) -> str:
+    return f"{row['variant']} compiled" if row.get("compiled") else row["variant"]
 
 
 def _time(spread: Mapping[str, float]) -> str:

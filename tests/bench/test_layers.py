@@ -140,18 +140,32 @@ def test_the_peak_is_the_fastest_of_all_measurements(monkeypatch):
     assert peak.utilisation(105.0, 2.0) == 0.5 and peak.utilisation(None, 1.0) is None
 
 
-def test_compiling_is_timed_apart_and_breaks_are_told():
-    with torch.random.fork_rng():
-        rows = layers.speed([MHA], SIZES, HOW, tokens=[8], batch_sizes=[1], modes=["forward"], compile="eager")
-    assert rows[0]["compile_seconds"] > 0 and rows[0]["graph_breaks"] == {}
+def test_compiled_beside_eager():
+    """More variants than torch.compile would by itself compile one piece of code for; none falls back."""
+    variants = [Named(f"mha{width}", "mha", {"head_dim": width}) for width in range(2, 20, 2)]
+    traced = []
 
-    class Breaks(nn.Module):
-        def forward(self, x):
-            torch._dynamo.graph_break()
-            return x + 1
+    def backend(graph, example):
+        traced.append(graph)
+        return graph.forward
 
-    module, about = layers.compiled(Breaks(), "eager")
-    assert about(lambda: module(torch.ones(2)))["graph_breaks"]
+    rows = layers.speed(variants, SIZES, HOW, tokens=[8], batch_sizes=[1], modes=["forward"], compile=backend)
+    assert [(row["variant"], row["compiled"]) for row in rows[:4]] == [
+        (name, ran) for name in ("mha2", "mha4") for ran in (False, True)
+    ]
+    assert len(traced) == len(variants) and len(rows) == 2 * len(variants)
+    for row in rows[1::2]:
+        assert row["compile_seconds"] > 0 and row["graph_breaks"] == {} and row["paths"] == {"fused": 1}
+    assert rows[2]["ratio_to_eager"]["median"] == 1.0 and "compile_seconds" not in rows[2]
+
+
+def test_why_a_graph_breaks():
+    def breaks(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    made = torch.compile(breaks, backend="eager")
+    assert layers.first_compiled_call(lambda: made(torch.ones(2)))["graph_breaks"]
 
 
 def test_peak_bytes_counts_what_a_fused_kernel_and_the_backward_allocate():
@@ -246,6 +260,13 @@ def test_against_other_shapes_copies_nothing(mine):
 def test_modules_that_cannot_be_compared(mine, text, part):
     with pytest.raises(hl.HeadloomError, match=part):
         layers.speed([MHA], SIZES, HOW, tokens=[4], batch_sizes=[1], against=text)
+    assert not [name for name in sys.modules if "nowhere" in name]
+
+
+def test_a_files_name_may_be_a_librarys(tmp_path):
+    (tmp_path / "json.py").write_text(MINE)
+    text = f"{tmp_path}/json.py:Plain"
+    assert against.build(text, SIZES, HOW).mechanism == "Plain" and hasattr(sys.modules["json"], "dumps")
 
 
 def test_wrong_sizes_name_the_variant():

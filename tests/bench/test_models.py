@@ -9,7 +9,7 @@ import headloom as hl
 from headloom.bench import models
 from headloom.bench.cost import model_flops
 from headloom.bench.memory import peak_bytes
-from headloom.bench.models import Shape, original_of, saved_bytes, steps, training_step
+from headloom.bench.models import Shape, optimizer_of, original_of, saved_bytes, steps, training_step
 from headloom.bench.setting import Setting
 from headloom.bench.subjects import Named
 from headloom.hf import build_model
@@ -26,7 +26,7 @@ def built(device=None, **changes):
 
 def test_a_step_lowers_the_loss_and_leaves_no_gradient():
     model, ids = built(), torch.randint(37, (2, 8))
-    step = training_step(model, model, ids, HOW)
+    step = training_step(model, model, optimizer_of(model), ids, HOW)
 
     def loss():
         return model(input_ids=ids, labels=ids).loss.item()
@@ -42,7 +42,7 @@ def test_bfloat16_keeps_the_weights_wide():
     model = built()
     seen = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
-    training_step(model, model, torch.randint(37, (2, 8)), Setting(dtype="bfloat16"))()
+    training_step(model, model, optimizer_of(model), torch.randint(37, (2, 8)), Setting(dtype="bfloat16"))()
     assert seen == [torch.bfloat16] and {p.dtype for p in model.parameters()} == {torch.float32}
     with pytest.raises(hl.HeadloomError, match="float32 or bfloat16, not float64"):
         steps([MHA], [SHAPE], Setting(dtype="float64"), tokens=[], batch_sizes=[1])
@@ -107,7 +107,7 @@ def test_what_is_said_to_be_needed_is_enough_and_not_twice_too_much(batch):
     sizes = {"hidden_size": 64, "vocab_size": 101, "intermediate_size": 160}
     model, ids = built(**sizes), torch.randint(101, (batch, 64))
     parameters = sum(p.numel() for p in model.parameters())
-    step = training_step(model, model, ids, HOW)
+    step = training_step(model, model, optimizer_of(model), ids, HOW)
     step()  # makes the moments
     taken = 12 * parameters + peak_bytes(step)
     said = 16 * parameters + batch * saved_bytes(built("meta", **sizes), 64)
@@ -116,4 +116,5 @@ def test_what_is_said_to_be_needed_is_enough_and_not_twice_too_much(batch):
 
 def test_compiled_steps():
     rows, _ = steps([MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], compile="eager")
-    assert rows[0]["compile_seconds"] > 0 and "graph_breaks" in rows[0]
+    assert [row["compiled"] for row in rows] == [False, True]
+    assert rows[1]["compile_seconds"] > 0 and "graph_breaks" in rows[1]
