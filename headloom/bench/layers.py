@@ -11,7 +11,7 @@ from headloom.bench import against as users
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import interleaved, seconds
-from headloom.bench.subjects import FACTOR, MODES, Named, Sizes, Subject, call, configs_of, inputs, subject
+from headloom.bench.subjects import FACTOR, MODES, Named, Sizes, Subject, call, configs_of, inputs, plain, subject
 from headloom.core.errors import HeadloomError
 from headloom.ops.scores import paths
 
@@ -28,6 +28,7 @@ def speed(
     batch_sizes: Sequence[int],
     modes: Sequence[str] = MODES,
     against: str | None = None,
+    plainly: bool = False,
     compile: str | None = None,
     peak: Peak | None = None,
 ) -> list[dict[str, Any]]:
@@ -35,13 +36,14 @@ def speed(
 
     Args:
         against: the user's module (`headloom.bench.against`), timed in turns with the variants.
+        plainly: also every variant's straightforward form (`headloom.bench.plain`), with its weights.
         compile: a backend of torch.compile ("inductor"): everything also runs compiled, in the same turns. The time of
             the first compiled call stands apart.
         peak: what utilisation is of; it is measured before every point.
     """
     rows: list[dict[str, Any]] = []
-    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against):
-        differences = _differences(subjects, x_BTD, against)
+    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against, plainly):
+        differences = _differences(subjects, x_BTD)
         if peak is not None:
             peak.measure()
         for mode in modes:
@@ -73,11 +75,11 @@ def speed(
                             "layers": each.layers,
                             "seconds": timings[name].per(each.layers).to_dict(),
                             "ratio": timings[name].over(timings[subjects[0].label]).per(share).spread(),
-                            "ratio_to_eager": timings[name].over(timings[each.label]).spread(),
+                            "ratio_to_own": timings[name].over(timings[each.form_of or each.label]).spread(),
                             **{f"flops_{kind}": _flops(each, kind, mode, B) for kind in ("full", "exact")},
                             **ran[name],
                         }
-                        rows.append(row | ({"differences": differences} if name == against else {}))
+                        rows.append(row | ({"differences": differences[name]} if name in differences else {}))
     if peak is not None:
         for row in rows:
             use_of_peak(row, peak)
@@ -93,19 +95,19 @@ def memory(
     batch_sizes: Sequence[int],
     modes: Sequence[str] = MODES,
     against: str | None = None,
+    plainly: bool = False,
 ) -> list[dict[str, Any]]:
     """Rows of peak bytes (`headloom.bench.memory`), above weights and input; a schedule's are of its whole period."""
     rows: list[dict[str, Any]] = []
-    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against):
+    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against, plainly):
         for mode in modes:
             setting.say(f"memory of {mode}, {T:,} tokens x {B}")
-            reference: int | None = None
+            peaks: dict[str, int] = {}
             for each in subjects:
                 each.module.train(mode != "forward")
                 once = call(each.module, x_BTD, mode)
                 once()  # tables and the like that are kept
-                found = peak_bytes(once, setting.device)
-                reference = found if reference is None else reference
+                found = peaks[each.label] = peak_bytes(once, setting.device)
                 rows.append(
                     {
                         "variant": each.label,
@@ -114,7 +116,8 @@ def memory(
                         "batch_size": B,
                         "layers": each.layers,
                         "peak_bytes": found,
-                        "ratio": found / reference if reference else None,
+                        "ratio": found / peaks[subjects[0].label],
+                        "ratio_to_own": found / peaks[each.form_of or each.label],
                         "input_bytes": x_BTD.numel() * x_BTD.element_size(),
                         "weight_bytes": sum(p.numel() * p.element_size() for p in each.module.parameters()),
                     }
@@ -128,7 +131,7 @@ def use_of_peak(row: dict[str, Any], peak: Peak) -> None:
         row[f"utilisation_{name}"] = peak.utilisation(row[f"flops_{name}"], row["seconds"]["median"])
 
 
-def _points(variants, sizes, setting, tokens, batch_sizes, against):
+def _points(variants, sizes, setting, tokens, batch_sizes, against, plainly):
     """(T, B, subjects, x) of every point; wrong sizes are refused before the first."""
     for what, numbers in (("tokens", tokens), ("batch-size", batch_sizes)):
         for number in numbers:
@@ -139,18 +142,24 @@ def _points(variants, sizes, setting, tokens, batch_sizes, against):
             configs_of(named, sizes, T)
     for T in tokens:
         subjects = [subject(named, sizes, T, setting) for named in variants]
+        if plainly:
+            subjects += [plain(each) for each in subjects]
         if against is not None:
             subjects.append(users.build(against, sizes, setting))
         for B in batch_sizes:
             yield T, B, subjects, inputs(B, T, sizes.hidden_size, setting)
 
 
-def _differences(subjects: Sequence[Subject], x_BTD: torch.Tensor, against: str | None) -> list[dict[str, Any]]:
-    if against is None:
-        return []
-    *mine, theirs = subjects
-    users.output(theirs, x_BTD)
-    return [users.compare(each, theirs, x_BTD) for each in mine]
+def _differences(subjects: Sequence[Subject], x_BTD: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
+    """How outputs differ, by label: of another form from its variant, of a user's module from every variant."""
+    variants = {each.label: each for each in subjects if each.form_of is None and each.flops is not None}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in subjects:
+        if each.label not in variants:
+            users.output(each, x_BTD)
+            mine = variants.values() if each.form_of is None else [variants[each.form_of]]
+            found[each.label] = [users.compare(other, each, x_BTD) for other in mine]
+    return found
 
 
 def first_compiled_call(first_call: Callable[[], object]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def steps(
                         "tokens_per_second": B * T / timing.median,
                         "ratio": timing.over(timings[fitting[0].label]).spread(),
                         "ratio_to": fitting[0].label,
-                        "ratio_to_eager": timing.over(timings[candidate.label]).spread(),
+                        "ratio_to_own": timing.over(timings[candidate.label]).spread(),
                         "interleaved": together,
                         **{f"flops_{kind}": n and n * FACTOR["step"] * B for kind, n in candidate.flops.items()},
                         **about[name],

@@ -45,6 +45,9 @@ Against = Annotated[
         help="Your own module: package.module:Class or file.py:Class, options of its constructor after colons."
     ),
 ]
+AgainstPlain = Annotated[
+    bool, typer.Option("--against-plain", help="Also each variant's straightforward form, with the same weights.")
+]
 AgainstHf = Annotated[bool, typer.Option("--against-hf", help="Also transformers' own model in whole training steps.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Each also through torch.compile; the time that takes apart.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
@@ -67,6 +70,7 @@ def speed(
         "forward,backward"
     ),
     against: Against = None,
+    against_plain: AgainstPlain = False,
     against_hf: AgainstHf = False,
     compile: Compile = False,
     device: Device = "cpu",
@@ -87,8 +91,8 @@ def speed(
         if mode not in (*MODES, "step"):
             raise unknown("mode", mode, (*MODES, "step"))
     of_layers = [mode for mode in MODES if mode in chosen]
-    if against is not None and not of_layers:
-        raise HeadloomError("--against is measured in the modes forward and backward: add one to --modes")
+    if (against is not None or against_plain) and not of_layers:
+        raise HeadloomError("--against and --against-plain run in the modes forward and backward: add one to --modes")
     if against_hf and "step" not in chosen:
         raise HeadloomError("--against-hf is measured in whole training steps: add --modes step")
     named = _named(variants, settings)
@@ -103,7 +107,7 @@ def speed(
         skipped: list[dict[str, Any]] = []
         if of_layers:
             points: dict[str, Any] = {"tokens": lengths, "batch_sizes": batches, "compile": backend, "peak": peak}
-            rows += layers.speed(named, sizes, how, modes=of_layers, against=against, **points)
+            rows += layers.speed(named, sizes, how, modes=of_layers, against=against, plainly=against_plain, **points)
         if "step" in chosen:
             points = {"tokens": lengths, "batch_sizes": batches, "compile": backend, "peak": peak}
             more, skipped = models.steps(named, [shape], how, original=against_hf, **points)
@@ -126,6 +130,7 @@ def memory(
     tokens: Tokens = None,
     batch_size: Batches = "1",
     against: Against = None,
+    against_plain: AgainstPlain = False,
     device: Device = "cpu",
     dtype: Dtype = None,
     threads: Threads = None,
@@ -143,7 +148,8 @@ def memory(
     def measure(_: Any) -> dict[str, Any]:
         lengths = _ints("tokens", tokens, [_shape(size, sizes).tokens])
         batches = _ints("batch-size", batch_size)
-        rows = layers.memory(named, sizes, how, tokens=lengths, batch_sizes=batches, against=against)
+        others: dict[str, Any] = {"against": against, "plainly": against_plain}
+        rows = layers.memory(named, sizes, how, tokens=lengths, batch_sizes=batches, **others)
         return {"sizes": sizes.given(), "rows": rows}
 
     _run("memory", how, named, measure, markdown=markdown, out=out, as_json=as_json)

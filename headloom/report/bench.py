@@ -142,17 +142,18 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
     mode: Column = ("mode", lambda row: row["mode"])
     variant: Column = ("variant", _label)
     usual = rows[0].get("ratio_to") or rows[0]["variant"]
-    times: Column = (f"times {usual}", lambda row: _times(row["ratio"]))
+    times: Column = (f"times {usual}", lambda row: _ratios(row["ratio"]))
     use: Column = ("use of peak", _use)
     built: list[Column] = []
+    if any(_other_form(row) for row in rows):
+        built = [("times itself", lambda row: _ratios(row["ratio_to_own"]) if _other_form(row) else "")]
     if any(row.get("compiled") for row in rows):
-        built = [("times eager", lambda row: _times(row["ratio_to_eager"]) if row["compiled"] else "")]
         built += [("compiling", lambda row: f"{row['compile_seconds']:.1f} s" if row["compiled"] else "")]
     if kind == "speed":
         return [variant, mode, tokens, batch, ("a layer", lambda row: _time(row["seconds"])), times, use, *built]
     if kind == "memory":
         peak: Column = ("peak", lambda row: f"{row['peak_bytes'] / 2**20:,.1f} MiB")
-        return [variant, mode, tokens, batch, peak, (times[0], lambda row: _ratio(row["ratio"]))]
+        return [variant, mode, tokens, batch, peak, times, *built]
     if kind == "step":
         size: Column = ("size", lambda row: row["size"])
         learned: Column = ("parameters", lambda row: f"{row['parameters']:,}")
@@ -164,9 +165,9 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
         ("context", lambda row: f"{row['context']:,}"),
         batch,
         ("prefill", lambda row: _time(row["prefill_seconds"])),
-        (times[0], lambda row: _times(row["prefill_ratio"])),
+        (times[0], lambda row: _ratios(row["prefill_ratio"])),
         ("a token", lambda row: _time(row["token_seconds"])),
-        (f"{times[0]} ", lambda row: _times(row["token_ratio"])),
+        (f"{times[0]} ", lambda row: _ratios(row["token_ratio"])),
         ("tokens a second", lambda row: f"{row['tokens_per_second']:,.0f}"),
         ("cache", lambda row: f"{row['cache_bytes'] / 1024:,.1f} KiB"),
     ]
@@ -183,12 +184,16 @@ def _time(spread: Mapping[str, float]) -> str:
     return f"{median} {unit} ({low}-{high})"
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _ratios(found: Mapping[str, float] | float) -> str:
+    """Of times with their quartiles, of bytes as it is."""
+    if isinstance(found, float):
+        return f"{found:.2f}"
+    return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
 
 
-def _times(spread: Mapping[str, float]) -> str:
-    return f"{spread['median']:.2f} ({spread['low']:.2f}-{spread['high']:.2f})"
+def _other_form(row: Row) -> bool:
+    """Compiled, or a straightforward form: a row to be read beside its own variant's."""
+    return row.get("ratio_to_own") not in (None, 1.0, {"median": 1.0, "low": 1.0, "high": 1.0})
 
 
 def _use(row: Row) -> str:
