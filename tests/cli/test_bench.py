@@ -1,11 +1,18 @@
 """`headloom bench`: what it prints, writes and refuses. No seconds are asserted."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import headloom
 from headloom.cli.app import app
+
+PAGE = (Path(headloom.__file__).parent.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^headloom bench ((?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
 
 TINY = ["--hidden-size", "16", "--heads", "2", "--tokens", "8", "--threads", "1", "--repeats", "2"]
 RECORDED = {
@@ -120,3 +127,18 @@ def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "taken").write_text("")
     done = call("memory", *TINY[:-2], "--out", str(tmp_path / "taken"))
     assert done.exit_code == 2 and "is a file" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_pages_commands_are_right(command, monkeypatch):
+    """Options, variants and sizes are taken; only the measurement itself is left out."""
+    ran = []
+    monkeypatch.setattr("headloom.cli.bench._run", lambda name, how, named, *_, **options: ran.append((name, named)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    done = call(*shlex.split(command.replace("\\\n", " ")))
+    assert done.exit_code == 0, done.output
+    assert ran[0][0] == command.split()[0] and ran[0][1]
+
+
+def test_no_command_of_the_page_was_missed():
+    assert len(COMMANDS) == PAGE.count("\nheadloom bench ") == 15
