@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ def speed(
                             "tokens": T,
                             "batch_size": B,
                             "layers": each.layers,
+                            "form_of": each.form_of,
                             "seconds": timings[name].per(each.layers).to_dict(),
                             "ratio": timings[name].over(timings[subjects[0].label]).per(share).spread(),
                             "ratio_to_own": timings[name].over(timings[each.form_of or each.label]).spread(),
@@ -115,6 +116,7 @@ def memory(
                         "tokens": T,
                         "batch_size": B,
                         "layers": each.layers,
+                        "form_of": each.form_of,
                         "peak_bytes": found,
                         "ratio": found / peaks[subjects[0].label],
                         "ratio_to_own": found / peaks[each.form_of or each.label],
@@ -131,7 +133,15 @@ def use_of_peak(row: dict[str, Any], peak: Peak) -> None:
         row[f"utilisation_{name}"] = peak.utilisation(row[f"flops_{name}"], row["seconds"]["median"])
 
 
-def _points(variants, sizes, setting, tokens, batch_sizes, against, plainly):
+def _points(
+    variants: Sequence[Named],
+    sizes: Sizes,
+    setting: Setting,
+    tokens: Sequence[int],
+    batch_sizes: Sequence[int],
+    against: str | None,
+    plainly: bool,
+) -> Iterator[tuple[int, int, list[Subject], torch.Tensor]]:
     """(T, B, subjects, x) of every point; wrong sizes are refused before the first."""
     for what, numbers in (("tokens", tokens), ("batch-size", batch_sizes)):
         for number in numbers:

@@ -302,7 +302,8 @@ def _sizes(size: str, width: int | None = None, heads: int | None = None, kv: in
     from headloom.lab.sizes import get_size
 
     shape = get_size(size)
-    return Sizes(width or shape.hidden_size, heads or shape.num_heads, kv, K, shape.rope_theta)
+    width = shape.hidden_size if width is None else width
+    return Sizes(width, shape.num_heads if heads is None else heads, kv, K, shape.rope_theta)
 
 
 def _shape(size: str, sizes: Sizes) -> Shape:

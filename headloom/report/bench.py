@@ -104,7 +104,7 @@ def figure(kind: str, rows: Sequence[Row]) -> Any:
         scale=alt.Scale(domain=labels, range=[PALETTE[place % len(PALETTE)] for place in range(len(labels))]),
         legend=alt.Legend(title=None, orient="top", labelLimit=300),
     )
-    values = [_drawn(kind, row) for row in rows]
+    values = [_drawn(kind, row) for row in rows if row.get("ratio", True)]
     base = alt.Chart(alt.Data(values=values))
     panel = alt.Facet("panel:N", title=None, sort=list(dict.fromkeys(value["panel"] for value in values)))
     if kind == "step":
@@ -184,8 +184,10 @@ def _time(spread: Mapping[str, float]) -> str:
     return f"{median} {unit} ({low}-{high})"
 
 
-def _ratios(found: Mapping[str, float] | float) -> str:
+def _ratios(found: Mapping[str, float] | float | None) -> str:
     """Of times with their quartiles, of bytes as it is."""
+    if found is None:
+        return ""
     if isinstance(found, float):
         return f"{found:.2f}"
     return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
@@ -193,7 +195,7 @@ def _ratios(found: Mapping[str, float] | float) -> str:
 
 def _other_form(row: Row) -> bool:
     """Compiled, or a straightforward form: a row to be read beside its own variant's."""
-    return row.get("ratio_to_own") not in (None, 1.0, {"median": 1.0, "low": 1.0, "high": 1.0})
+    return bool(row.get("compiled") or row.get("form_of"))
 
 
 def _use(row: Row) -> str:

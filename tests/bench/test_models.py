@@ -77,8 +77,8 @@ def test_beside_another_attention_the_originals_flops_are_not_claimed():
 
 
 def test_what_does_not_fit_is_left_out_and_what_fits_alone_runs_alone(monkeypatch):
-    needed = {c.label: c.bytes for c in models._candidates([MHA, IHA], SHAPE, 8, 1, False)}
-    assert needed["mha"] < needed["iha"]
+    mha, iha = models._candidates([MHA, IHA], SHAPE, 8, 1, False)
+    assert mha.bytes < iha.bytes and mha.held == 16 * mha.parameters
     groups = []
     real = models._timed
 
@@ -87,14 +87,19 @@ def test_what_does_not_fit_is_left_out_and_what_fits_alone_runs_alone(monkeypatc
         return real(group, *rest)
 
     monkeypatch.setattr(models, "_timed", watched)
-    for available in (needed["mha"], needed["iha"], sum(needed.values())):
-        rows, skipped = steps([MHA, IHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], available=available)
-        if available == needed["mha"]:
-            assert [left["variant"] for left in skipped] == ["iha"] and len(rows) == 1
+    both = mha.held + iha.held + iha.during  # they take turns: one step at a time
+    for available in (mha.bytes, both - 1, both):
+        rows, skipped = steps([IHA, MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], available=available)
+        if available == mha.bytes:
+            assert [left["variant"] for left in skipped] == ["iha"]
+            assert [(row["ratio"], row["ratio_to"]) for row in rows] == [(None, "iha")]
             assert skipped[0]["reason"] == "needs 0.0 GiB, 0.0 available"
         else:
-            assert skipped == [] and rows[1]["interleaved"] is (available > needed["iha"])
-    assert groups == [["mha"], ["mha"], ["iha"], ["mha", "iha"]]
+            assert skipped == [] and [row["interleaved"] for row in rows] == [available == both] * 2
+    assert groups == [["mha"], ["iha"], ["mha"], ["iha", "mha"]]
+
+
+def test_what_no_machine_has_is_said_in_gib(monkeypatch):
     monkeypatch.setattr(models, "_free", lambda setting: 2**40)
     huge = Shape("huge", 8, {**ARGUMENTS, "hidden_size": 2**17, "intermediate_size": 2**18})
     rows, skipped = steps([MHA], [huge], HOW, tokens=[], batch_sizes=[1])

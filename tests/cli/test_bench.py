@@ -108,6 +108,7 @@ def test_models_and_what_is_left_out(monkeypatch):
         (["speed", "--tokens", "many"], "--tokens must be whole numbers with commas between"),
         (["speed", "--device", "cuda"], "torch sees none"),
         (["speed", "--size", "tinny"], "Did you mean 'tiny'?"),
+        (["speed", "--hidden-size", "0"], "hidden_size must be at least 1, not 0"),
         (["speed", "--json", "--markdown"], "cannot go together"),
         (["memory", "--dtype", "int8"], "dtype must be one of"),
         (["decode", "--contexts", "0"], "contexts must be at least 1"),
