@@ -102,14 +102,17 @@ def speed(
     how = _setting(device, dtype, threads, repeats)
 
     def measure(peak: Any) -> dict[str, Any]:
-        lengths, batches = _ints("tokens", tokens, [shape.tokens]), _ints("batch-size", batch_size)
+        points: dict[str, Any] = {
+            "tokens": _ints("tokens", tokens, [shape.tokens]),
+            "batch_sizes": _ints("batch-size", batch_size),
+            "compile": backend,
+            "peak": peak,
+        }
         rows: list[dict[str, Any]] = []
         skipped: list[dict[str, Any]] = []
         if of_layers:
-            points: dict[str, Any] = {"tokens": lengths, "batch_sizes": batches, "compile": backend, "peak": peak}
             rows += layers.speed(named, sizes, how, modes=of_layers, against=against, plainly=against_plain, **points)
         if "step" in chosen:
-            points = {"tokens": lengths, "batch_sizes": batches, "compile": backend, "peak": peak}
             more, skipped = models.steps(named, [shape], how, original=against_hf, **points)
             rows += more
         return {"sizes": sizes.given(), "compiled": compile, "rows": rows, "skipped": skipped}

@@ -108,6 +108,25 @@ def test_rows_of_speed():
     assert rows[0]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0} and rows[2]["layers"] == 5
 
 
+def test_numbers_of_a_row_from_known_times(monkeypatch):
+    """A schedule's five layers take 20 s: 4 a layer, twice the single layer's 2."""
+    times = {"mha": [2.0, 2.0], "iha": [6.0, 4.0], "hybrid": [20.0, 20.0]}
+    known = {name: Timing.of(samples) for name, samples in times.items()}
+    monkeypatch.setattr(layers, "interleaved", lambda calls, **_: {name: known[name] for name in calls})
+    peak = Peak(HOW, shapes=((16, 16, 16),))
+    rows = layers.speed([MHA, IHA, HYBRID], SIZES, HOW, tokens=[8], batch_sizes=[3], modes=["backward"], peak=peak)
+    assert [row["seconds"]["median"] for row in rows] == [2.0, 5.0, 4.0]
+    assert [row["ratio"]["median"] for row in rows] == [1.0, 2.5, 2.0] and rows[1]["ratio"]["low"] == 2.25
+    exact = hl.cost("mha", tokens=8, hidden_size=24, num_heads=4).flops_exact
+    assert rows[0]["utilisation_exact"] == 3 * 3 * exact / 2.0 / peak.flops_per_second
+    monkeypatch.setattr("headloom.bench.decode.interleaved", lambda calls, **_: {name: known[name] for name in calls})
+    found = decode([MHA, HYBRID], SIZES, HOW, contexts=[8], batch_sizes=[3], new_tokens=2)
+    assert (
+        [row["token_ratio"]["median"] for row in found] == [row["prefill_ratio"]["median"] for row in found] == [1, 2]
+    )
+    assert [row["tokens_per_second"] for row in found] == [1.5, 0.75]
+
+
 def test_ratios_are_of_the_same_repetition():
     """A machine that becomes three times slower half-way changes no ratio."""
     usual, other = Timing.of([1.0, 3.0, 3.0]), Timing.of([2.0, 6.0, 6.0])
