@@ -47,6 +47,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     lines = [f"{where}, {threads}; {result['dtype']}; torch {versions['torch']}"]
     if result["benchmark"] != "memory":
         lines[0] += f"; medians of {result['repeats']} repetitions (quartiles)"
+    if (result.get("load_average") or 0) > 1:
+        lines.append(f"the machine was not quiet: load average {result['load_average']:.1f} when it began")
     peak = result.get("peak")
     if peak:
         lines.append(
@@ -180,7 +182,8 @@ def _label(row: Row) -> str:
 def _time(spread: Mapping[str, float]) -> str:
     """Median and quartiles in seconds or milliseconds: "12.3 ms (12.1-12.9)"."""
     unit, factor = ("s", 1.0) if spread["median"] >= 1 else ("ms", 1000.0)
-    median, low, high = (f"{spread[key] * factor:.3g}" for key in ("median", "low", "high"))
+    values = (spread[key] * factor for key in ("median", "low", "high"))
+    median, low, high = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values)
     return f"{median} {unit} ({low}-{high})"
 
 
