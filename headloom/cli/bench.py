@@ -284,7 +284,7 @@ def _show(result: dict[str, Any]) -> None:
     for found in report.tables(result):
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for place, heading in enumerate(found.headings):
-            table.add_column(heading, justify="right" if place else "left")
+            table.add_column(heading, justify="right" if place else "left", overflow="fold")
         for row in found.rows:
             table.add_row(*row)
         screen.print(table)

@@ -144,7 +144,7 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
     mode: Column = ("mode", lambda row: row["mode"])
     variant: Column = ("variant", _label)
     usual = rows[0].get("ratio_to") or rows[0]["variant"]
-    times: Column = (f"times {usual}", lambda row: _ratios(row["ratio"]))
+    times: Column = (f"times {usual if len(usual) <= 16 else 'the first'}", lambda row: _ratios(row["ratio"]))
     use: Column = ("use of peak", _use)
     built: list[Column] = []
     if any(_other_form(row) for row in rows):

@@ -81,6 +81,7 @@ def test_memory_and_decode_for_people():
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["iha:pseudo_heads=2", "iha:cache=expanded:pseudo_heads=2"] * 2
+    assert "times the first" in lines[0] and "…" not in done.stdout
     assert lines[4].rstrip().endswith("2.0 KiB") and lines[3].rstrip().endswith("1.0 KiB")
 
 
