@@ -55,18 +55,25 @@ def load(text: str) -> tuple[type[nn.Module], dict[str, Any]]:
 def _import(place: str) -> Any:
     with _working_folder_first():
         try:
-            if place.endswith(".py"):
-                spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-                assert spec is not None and spec.loader is not None
-                module = importlib.util.module_from_spec(spec)
-                sys.modules[Path(place).stem] = module
-                spec.loader.exec_module(module)
-                return module
-            return importlib.import_module(place)
-        except (ImportError, FileNotFoundError, SyntaxError) as error:
+            return _run_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        except Exception as error:  # whatever a user's file may raise
             raise HeadloomError(
-                f"'{place}' cannot be imported: {error}. Give a module on the path, or a file's path ending in .py"
+                f"'{place}' cannot be imported: {type(error).__name__}: {error}. Give a module on the path, or a "
+                "file ending in .py"
             ) from None
+
+
+def _run_file(path: Path) -> Any:
+    name = f"_against_{path.stem}"  # its stem alone might be a library's name
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 @contextmanager
@@ -98,7 +105,7 @@ def build(text: str, sizes: Sizes, setting: Setting) -> Subject:
             f"{cls.__name__} cannot be built from {passed}: {error}. It takes ({wanted}): give what is missing after "
             f"colons, {text}:name=value"
         ) from None
-    return Subject(label=text, mechanism=cls.__name__, module=module.to(setting.device, setting.type))
+    return Subject(label=text, module=module.to(setting.device, setting.type))
 
 
 @torch.no_grad()
@@ -118,13 +125,16 @@ def output(subject: Subject, x_BTD: Tensor) -> Tensor:
 
 
 def compare(mine: Subject, theirs: Subject, x_BTD: Tensor) -> dict[str, Any]:
-    """The largest difference of outputs, absolute and in the largest output, once the weights of `mine` are copied.
+    """The largest difference of outputs, absolute and in the largest output, once the weights of `mine` are copied
+    (another form of `mine` has them already).
 
     Where names or shapes do not fit nothing is copied, the difference is None, and "reason" says what does not fit.
     """
-    attention = mine.attention
-    reason = f"{mine.label} is no single layer" if attention is None else _copy(attention, theirs.module)
-    if attention is None or reason:
+    reason = ""
+    if theirs.form_of is None:
+        attention = mine.attention
+        reason = f"{mine.label} is no single layer" if attention is None else _copy(attention, theirs.module)
+    if reason:
         return {"variant": mine.label, "max_difference": None, "relative": None, "reason": reason}
     with torch.no_grad():
         ours = mine.module.eval()(x_BTD).float()

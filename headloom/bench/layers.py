@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from headloom.bench import against as users
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import interleaved, seconds
-from headloom.bench.subjects import FACTOR, MODES, Named, Sizes, Subject, call, configs_of, inputs, subject
+from headloom.bench.subjects import FACTOR, MODES, Named, Sizes, Subject, call, configs_of, inputs, plain, subject
 from headloom.core.errors import HeadloomError
 from headloom.ops.scores import paths
+
+COMPILED = " compiled"
+"""Added to the label of what runs through torch.compile."""
 
 
 def speed(
@@ -25,6 +28,7 @@ def speed(
     batch_sizes: Sequence[int],
     modes: Sequence[str] = MODES,
     against: str | None = None,
+    plainly: bool = False,
     compile: str | None = None,
     peak: Peak | None = None,
 ) -> list[dict[str, Any]]:
@@ -32,45 +36,51 @@ def speed(
 
     Args:
         against: the user's module (`headloom.bench.against`), timed in turns with the variants.
-        compile: a backend of torch.compile ("inductor"), or None for eager. Compile time is the first call's, apart.
+        plainly: also every variant's straightforward form (`headloom.bench.plain`), with its weights.
+        compile: a backend of torch.compile ("inductor"): everything also runs compiled, in the same turns. The time of
+            the first compiled call stands apart.
         peak: what utilisation is of; it is measured before every point.
     """
     rows: list[dict[str, Any]] = []
-    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against):
-        differences = _differences(subjects, x_BTD, against)
+    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against, plainly):
+        differences = _differences(subjects, x_BTD)
         if peak is not None:
             peak.measure()
         for mode in modes:
             setting.say(f"{mode}, {T:,} tokens x {B}")
-            calls, ran = {}, {}
+            calls: dict[str, Callable[[], object]] = {}
+            ran: dict[str, dict[str, Any]] = {}
             for each in subjects:
                 each.module.train(mode != "forward")
+                calls[each.label] = call(each.module, x_BTD, mode)
                 with paths() as counted:  # eager: a compiled call would count nothing
-                    call(each.module, x_BTD, mode)()
-                ran[each.label] = {"paths": dict(counted)}
-                module: Callable[..., Any] = each.module
-                if compile:
-                    module, about = compiled(each.module, compile)
-                    ran[each.label] |= about(call(module, x_BTD, mode))
-                calls[each.label] = call(module, x_BTD, mode)
+                    calls[each.label]()
+                ran[each.label] = {"paths": dict(counted), "compiled": False}
+                if compile is not None:
+                    setting.say(f"compiling {each.label}")
+                    name = each.label + COMPILED
+                    calls[name] = call(torch.compile(each.module, backend=compile, dynamic=False), x_BTD, mode)
+                    ran[name] = {**ran[each.label], "compiled": True, **first_compiled_call(calls[name])}
             timings = interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device)
-            reference = timings[subjects[0].label]
+            torch.compiler.reset()
             for each in subjects:
-                timing = timings[each.label]
-                rows.append(
-                    {
-                        "variant": each.label,
-                        "mode": mode,
-                        "tokens": T,
-                        "batch_size": B,
-                        "layers": each.layers,
-                        "seconds": timing.per(each.layers).to_dict(),
-                        "ratio": timing.over(reference).per(each.layers / subjects[0].layers).spread(),
-                        **{f"flops_{name}": _flops(each, name, mode, B) for name in ("full", "exact")},
-                        **ran[each.label],
-                        **({"differences": differences} if each.label == against else {}),
-                    }
-                )
+                for name in (each.label, each.label + COMPILED):
+                    if name in timings:
+                        share = each.layers / subjects[0].layers
+                        row = {
+                            "variant": each.label,
+                            "mode": mode,
+                            "tokens": T,
+                            "batch_size": B,
+                            "layers": each.layers,
+                            "form_of": each.form_of,
+                            "seconds": timings[name].per(each.layers).to_dict(),
+                            "ratio": timings[name].over(timings[subjects[0].label]).per(share).spread(),
+                            "ratio_to_own": timings[name].over(timings[each.form_of or each.label]).spread(),
+                            **{f"flops_{kind}": _flops(each, kind, mode, B) for kind in ("full", "exact")},
+                            **ran[name],
+                        }
+                        rows.append(row | ({"differences": differences[name]} if name in differences else {}))
     if peak is not None:
         for row in rows:
             use_of_peak(row, peak)
@@ -86,19 +96,19 @@ def memory(
     batch_sizes: Sequence[int],
     modes: Sequence[str] = MODES,
     against: str | None = None,
+    plainly: bool = False,
 ) -> list[dict[str, Any]]:
     """Rows of peak bytes (`headloom.bench.memory`), above weights and input; a schedule's are of its whole period."""
     rows: list[dict[str, Any]] = []
-    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against):
+    for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against, plainly):
         for mode in modes:
             setting.say(f"memory of {mode}, {T:,} tokens x {B}")
-            reference: int | None = None
+            peaks: dict[str, int] = {}
             for each in subjects:
                 each.module.train(mode != "forward")
                 once = call(each.module, x_BTD, mode)
                 once()  # tables and the like that are kept
-                found = peak_bytes(once, setting.device)
-                reference = found if reference is None else reference
+                found = peaks[each.label] = peak_bytes(once, setting.device)
                 rows.append(
                     {
                         "variant": each.label,
@@ -106,8 +116,10 @@ def memory(
                         "tokens": T,
                         "batch_size": B,
                         "layers": each.layers,
+                        "form_of": each.form_of,
                         "peak_bytes": found,
-                        "ratio": found / reference if reference else None,
+                        "ratio": found / peaks[subjects[0].label],
+                        "ratio_to_own": found / peaks[each.form_of or each.label],
                         "input_bytes": x_BTD.numel() * x_BTD.element_size(),
                         "weight_bytes": sum(p.numel() * p.element_size() for p in each.module.parameters()),
                     }
@@ -121,7 +133,15 @@ def use_of_peak(row: dict[str, Any], peak: Peak) -> None:
         row[f"utilisation_{name}"] = peak.utilisation(row[f"flops_{name}"], row["seconds"]["median"])
 
 
-def _points(variants, sizes, setting, tokens, batch_sizes, against):
+def _points(
+    variants: Sequence[Named],
+    sizes: Sizes,
+    setting: Setting,
+    tokens: Sequence[int],
+    batch_sizes: Sequence[int],
+    against: str | None,
+    plainly: bool,
+) -> Iterator[tuple[int, int, list[Subject], torch.Tensor]]:
     """(T, B, subjects, x) of every point; wrong sizes are refused before the first."""
     for what, numbers in (("tokens", tokens), ("batch-size", batch_sizes)):
         for number in numbers:
@@ -132,33 +152,36 @@ def _points(variants, sizes, setting, tokens, batch_sizes, against):
             configs_of(named, sizes, T)
     for T in tokens:
         subjects = [subject(named, sizes, T, setting) for named in variants]
+        if plainly:
+            subjects += [plain(each) for each in subjects]
         if against is not None:
             subjects.append(users.build(against, sizes, setting))
         for B in batch_sizes:
             yield T, B, subjects, inputs(B, T, sizes.hidden_size, setting)
 
 
-def _differences(subjects: Sequence[Subject], x_BTD: torch.Tensor, against: str | None) -> list[dict[str, Any]]:
-    if against is None:
-        return []
-    *mine, theirs = subjects
-    users.output(theirs, x_BTD)
-    return [users.compare(each, theirs, x_BTD) for each in mine]
+def _differences(subjects: Sequence[Subject], x_BTD: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
+    """How outputs differ, by label: of another form from its variant, of a user's module from every variant."""
+    variants = {each.label: each for each in subjects if each.form_of is None and each.flops is not None}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in subjects:
+        if each.label not in variants:
+            users.output(each, x_BTD)
+            mine = variants.values() if each.form_of is None else [variants[each.form_of]]
+            found[each.label] = [users.compare(other, each, x_BTD) for other in mine]
+    return found
 
 
-def compiled(module: torch.nn.Module, backend: str):
-    """The compiled module, and what is to be said of its first call: its seconds, and why the graph broke."""
+def first_compiled_call(first_call: Callable[[], object]) -> dict[str, Any]:
+    """The seconds of a call that compiles, and why the graph broke, if it did."""
+    from torch._dynamo import config
     from torch._dynamo.utils import counters
 
-    torch.compiler.reset()
     counters.clear()
-    made = torch.compile(module, backend=backend, dynamic=False)
-
-    def about(first_call: Callable[[], object]) -> dict[str, Any]:
+    # all subjects run through one piece of code: each is one more compilation of it, and none may fall back to eager
+    with config.patch(recompile_limit=1000, fail_on_recompile_limit_hit=True):
         took = seconds(first_call)
-        return {"compile_seconds": took, "graph_breaks": dict(counters["graph_break"])}
-
-    return made, about
+    return {"compile_seconds": took, "graph_breaks": dict(counters["graph_break"])}
 
 
 def _flops(each: Subject, convention: str, mode: str, batch: int) -> float | None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from headloom.bench.cost import model_flops
-from headloom.bench.layers import compiled, use_of_peak
+from headloom.bench.layers import COMPILED, first_compiled_call, use_of_peak
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
 from headloom.bench.subjects import FACTOR, Named
@@ -43,13 +43,19 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A model to be built: how, its parameters and forward FLOPs of one sequence, and the bytes that training takes."""
+    """A model to be built: how, its parameters, forward FLOPs of one sequence, and the bytes that training takes: those
+    it holds all the time, and those it holds during its step."""
 
     label: str
     build: Callable[..., nn.Module]
     parameters: int
     flops: Mapping[str, int | None]
-    bytes: int
+    held: int
+    during: int
+
+    @property
+    def bytes(self) -> int:
+        return self.held + self.during
 
 
 def steps(
@@ -64,7 +70,8 @@ def steps(
     peak: Peak | None = None,
     available: int | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of training steps, and what was left out with the reason.
+    """Rows of training steps, and what was left out with the reason; ratios are over the first variant, None where that
+    one is left out.
 
     Args:
         tokens: lengths (empty: each shape's own).
@@ -97,32 +104,40 @@ def steps(
             continue
         if peak is not None:
             peak.measure()
-        together = sum(candidate.bytes for candidate in fitting) <= room
+        held = sum(candidate.held for candidate in fitting)
+        together = held + max(candidate.during for candidate in fitting) <= room
         timings: dict[str, Timing] = {}
         about: dict[str, dict[str, Any]] = {}
         for group in [fitting] if together else [[candidate] for candidate in fitting]:
             timed, more = _timed(group, shape, T, B, setting, compile)
             timings |= timed
             about |= more
+            torch.compiler.reset()
+            gc.collect()  # models refer to themselves
+            if setting.device == "cuda":
+                torch.cuda.empty_cache()  # so that what is free can be asked
+        usual = timings.get(variants[0].label)
         for candidate in fitting:
-            timing = timings[candidate.label]
-            rows.append(
-                {
-                    "variant": candidate.label,
-                    "mode": "step",
-                    **point,
-                    "layers": shape.arguments["num_layers"],
-                    "parameters": candidate.parameters,
-                    "seconds": timing.to_dict(),
-                    "tokens_per_second": B * T / timing.median,
-                    "ratio": timing.over(timings[fitting[0].label]).spread(),
-                    "ratio_to": fitting[0].label,
-                    "interleaved": together,
-                    **{f"flops_{name}": n and n * FACTOR["step"] * B for name, n in candidate.flops.items()},
-                    **about[candidate.label],
-                }
-            )
-    if peak is not None and rows:
+            for name in (candidate.label, candidate.label + COMPILED):
+                if name in timings:
+                    timing = timings[name]
+                    row = {
+                        "variant": candidate.label,
+                        "mode": "step",
+                        **point,
+                        "layers": shape.arguments["num_layers"],
+                        "parameters": candidate.parameters,
+                        "seconds": timing.to_dict(),
+                        "tokens_per_second": B * T / timing.median,
+                        "ratio": timing.over(usual).spread() if usual else None,
+                        "ratio_to": variants[0].label,
+                        "ratio_to_own": timing.over(timings[candidate.label]).spread(),
+                        "interleaved": together,
+                        **{f"flops_{kind}": n and n * FACTOR["step"] * B for kind, n in candidate.flops.items()},
+                        **about[name],
+                    }
+                    rows.append(row)
+    if peak is not None:
         for row in rows:
             use_of_peak(row, peak)
     return rows, skipped
@@ -138,28 +153,31 @@ def _timed(
     ids_BT = torch.randint(shape.arguments["vocab_size"], (batch, tokens), generator=generator).to(setting.device)
     for candidate in group:
         model: Any = candidate.build().to(setting.device).train()
-        call: Any = model
+        optimizer = optimizer_of(model)
+        step = calls[candidate.label] = training_step(model, model, optimizer, ids_BT, setting)
+        with paths() as counted:
+            step()
+        about[candidate.label] = {"paths": dict(counted), "compiled": False}
         if backend:
-            call, first = compiled(model, backend)
-        step = training_step(model, call, ids_BT, setting)
-        if backend:
-            about[candidate.label] = first(step)
-        else:
-            with paths() as counted:
-                step()
-            about[candidate.label] = {"paths": dict(counted)}
-        calls[candidate.label] = step
-    timings = interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device)
-    calls.clear()
-    gc.collect()
-    return timings, about
+            setting.say(f"compiling {candidate.label}")
+            name = candidate.label + COMPILED
+            made = torch.compile(model, backend=backend, dynamic=False)
+            step = calls[name] = training_step(model, made, optimizer, ids_BT, setting)
+            about[name] = {**about[candidate.label], "compiled": True, **first_compiled_call(step)}
+    return interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device), about
 
 
-def training_step(model: Any, call: Any, ids_BT: torch.Tensor, setting: Setting) -> Callable[[], object]:
-    """One step of `model`, whose forward is `call` (itself, or compiled)."""
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as in a comparison's runs."""
     from headloom.hf import parameter_groups
 
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+
+def training_step(
+    model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, ids_BT: torch.Tensor, setting: Setting
+) -> Callable[[], object]:
+    """One step of `model`, whose forward is `call` (itself, or compiled)."""
     mixed: Any = contextlib.nullcontext()
     if setting.dtype == "bfloat16":
         mixed = torch.autocast(setting.device, dtype=torch.bfloat16)
@@ -217,10 +235,9 @@ def _candidate(
     flops: Mapping[str, int | None] | None = None,
 ) -> Candidate:
     parameters = sum(p.numel() for p in meta.parameters())
-    taken = STATE * parameters + batch * saved_bytes(meta, tokens)
     if flops is None:
         flops = {name: model_flops(meta, tokens, name) for name in ("full", "exact")}
-    return Candidate(label, build, parameters, flops, taken)
+    return Candidate(label, build, parameters, flops, STATE * parameters, batch * saved_bytes(meta, tokens))
 
 
 def original_class(model: Any) -> type:

@@ -61,17 +61,30 @@ class Layers(nn.Module):
         return x_BTD
 
 
+class Plain(nn.Module):
+    """The straightforward form (`headloom.bench.plain`) of a built attention, with its very weights."""
+
+    def __init__(self, attention: Attention) -> None:
+        from headloom.bench.plain import plain_form
+
+        super().__init__()
+        self.attention, self.form = attention, plain_form(attention)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.form(self.attention, x_BTD)
+
+
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """One thing to measure. layers: how many it has, by which times and FLOPs are divided; flops: forward of a layer
-    for one sequence, by convention, None where they are not known."""
+    for one sequence, by convention, None where they are not known; form_of: the label of the variant of which it is
+    another form."""
 
     label: str
-    mechanism: str
     module: nn.Module
     layers: int = 1
     flops: Mapping[str, float] | None = None
-    cache_bytes_per_token: float | None = None
+    form_of: str | None = None
 
     @property
     def attention(self) -> Attention | None:
@@ -97,15 +110,21 @@ def subject(named: Named, sizes: Sizes, tokens: int, setting: Setting) -> Subjec
     torch.manual_seed(setting.seed)
     return Subject(
         label=named.label,
-        mechanism=named.mechanism,
         module=Layers(configs).to(setting.device, setting.type),
         layers=len(configs),
         flops={
             "full": sum(cost.flops_full for cost in costs) / len(costs),
             "exact": sum(cost.flops_exact for cost in costs) / len(costs),
         },
-        cache_bytes_per_token=sum(cost.cache_bytes_per_token for cost in costs) / len(costs),
     )
+
+
+def plain(each: Subject) -> Subject:
+    """The variant's straightforward form; it has the same useful FLOPs. Raises HeadloomError where there is none."""
+    attention = each.attention
+    if attention is None:
+        raise HeadloomError(f"{each.label} is a schedule of layers: only a single mechanism has a straightforward form")
+    return Subject(f"{each.label} plain", Plain(attention), flops=each.flops, form_of=each.label)
 
 
 def inputs(batch: int, tokens: int, width: int, setting: Setting) -> Tensor:

@@ -45,8 +45,11 @@ Against = Annotated[
         help="Your own module: package.module:Class or file.py:Class, options of its constructor after colons."
     ),
 ]
+AgainstPlain = Annotated[
+    bool, typer.Option("--against-plain", help="Also each variant's straightforward form, with the same weights.")
+]
 AgainstHf = Annotated[bool, typer.Option("--against-hf", help="Also transformers' own model in whole training steps.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Through torch.compile; its time apart.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Each also through torch.compile; the time that takes apart.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and figures (SVG, PNG).")]
 
@@ -67,6 +70,7 @@ def speed(
         "forward,backward"
     ),
     against: Against = None,
+    against_plain: AgainstPlain = False,
     against_hf: AgainstHf = False,
     compile: Compile = False,
     device: Device = "cpu",
@@ -87,8 +91,8 @@ def speed(
         if mode not in (*MODES, "step"):
             raise unknown("mode", mode, (*MODES, "step"))
     of_layers = [mode for mode in MODES if mode in chosen]
-    if against is not None and not of_layers:
-        raise HeadloomError("--against is measured in the modes forward and backward: add one to --modes")
+    if (against is not None or against_plain) and not of_layers:
+        raise HeadloomError("--against and --against-plain run in the modes forward and backward: add one to --modes")
     if against_hf and "step" not in chosen:
         raise HeadloomError("--against-hf is measured in whole training steps: add --modes step")
     named = _named(variants, settings)
@@ -98,14 +102,17 @@ def speed(
     how = _setting(device, dtype, threads, repeats)
 
     def measure(peak: Any) -> dict[str, Any]:
-        lengths, batches = _ints("tokens", tokens, [shape.tokens]), _ints("batch-size", batch_size)
+        points: dict[str, Any] = {
+            "tokens": _ints("tokens", tokens, [shape.tokens]),
+            "batch_sizes": _ints("batch-size", batch_size),
+            "compile": backend,
+            "peak": peak,
+        }
         rows: list[dict[str, Any]] = []
         skipped: list[dict[str, Any]] = []
         if of_layers:
-            points: dict[str, Any] = {"tokens": lengths, "batch_sizes": batches, "compile": backend, "peak": peak}
-            rows += layers.speed(named, sizes, how, modes=of_layers, against=against, **points)
+            rows += layers.speed(named, sizes, how, modes=of_layers, against=against, plainly=against_plain, **points)
         if "step" in chosen:
-            points = {"tokens": lengths, "batch_sizes": batches, "compile": backend, "peak": peak}
             more, skipped = models.steps(named, [shape], how, original=against_hf, **points)
             rows += more
         return {"sizes": sizes.given(), "compiled": compile, "rows": rows, "skipped": skipped}
@@ -126,6 +133,7 @@ def memory(
     tokens: Tokens = None,
     batch_size: Batches = "1",
     against: Against = None,
+    against_plain: AgainstPlain = False,
     device: Device = "cpu",
     dtype: Dtype = None,
     threads: Threads = None,
@@ -143,7 +151,8 @@ def memory(
     def measure(_: Any) -> dict[str, Any]:
         lengths = _ints("tokens", tokens, [_shape(size, sizes).tokens])
         batches = _ints("batch-size", batch_size)
-        rows = layers.memory(named, sizes, how, tokens=lengths, batch_sizes=batches, against=against)
+        others: dict[str, Any] = {"against": against, "plainly": against_plain}
+        rows = layers.memory(named, sizes, how, tokens=lengths, batch_sizes=batches, **others)
         return {"sizes": sizes.given(), "rows": rows}
 
     _run("memory", how, named, measure, markdown=markdown, out=out, as_json=as_json)
@@ -275,7 +284,7 @@ def _show(result: dict[str, Any]) -> None:
     for found in report.tables(result):
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for place, heading in enumerate(found.headings):
-            table.add_column(heading, justify="right" if place else "left")
+            table.add_column(heading, justify="right" if place else "left", overflow="fold")
         for row in found.rows:
             table.add_row(*row)
         screen.print(table)
@@ -296,7 +305,8 @@ def _sizes(size: str, width: int | None = None, heads: int | None = None, kv: in
     from headloom.lab.sizes import get_size
 
     shape = get_size(size)
-    return Sizes(width or shape.hidden_size, heads or shape.num_heads, kv, K, shape.rope_theta)
+    width = shape.hidden_size if width is None else width
+    return Sizes(width, shape.num_heads if heads is None else heads, kv, K, shape.rope_theta)
 
 
 def _shape(size: str, sizes: Sizes) -> Shape:

@@ -47,6 +47,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     lines = [f"{where}, {threads}; {result['dtype']}; torch {versions['torch']}"]
     if result["benchmark"] != "memory":
         lines[0] += f"; medians of {result['repeats']} repetitions (quartiles)"
+    if (result.get("load_average") or 0) > 1:
+        lines.append(f"the machine was not quiet: load average {result['load_average']:.1f} when it began")
     peak = result.get("peak")
     if peak:
         lines.append(
@@ -98,13 +100,13 @@ def figure(kind: str, rows: Sequence[Row]) -> Any:
 
     from headloom.report.figures import PALETTE
 
-    labels = list(dict.fromkeys(row["variant"] for row in rows))
+    labels = list(dict.fromkeys(map(_label, rows)))
     colour = alt.Color(
         "variant:N",
         scale=alt.Scale(domain=labels, range=[PALETTE[place % len(PALETTE)] for place in range(len(labels))]),
         legend=alt.Legend(title=None, orient="top", labelLimit=300),
     )
-    values = [_drawn(kind, row) for row in rows]
+    values = [_drawn(kind, row) for row in rows if row.get("ratio", True)]
     base = alt.Chart(alt.Data(values=values))
     panel = alt.Facet("panel:N", title=None, sort=list(dict.fromkeys(value["panel"] for value in values)))
     if kind == "step":
@@ -133,25 +135,27 @@ def _drawn(kind: str, row: Row) -> dict[str, Any]:
         value, panel = row["tokens_per_second"], ""
     else:
         value, panel = row["seconds"]["median"] if kind == "speed" else row["peak_bytes"] / 2**20, f"{row['mode']}, "
-    return {"variant": row["variant"], "tokens": tokens, "value": value, "panel": f"{panel}batch {row['batch_size']}"}
+    return {"variant": _label(row), "tokens": tokens, "value": value, "panel": f"{panel}batch {row['batch_size']}"}
 
 
 def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
     batch: Column = ("batch", lambda row: str(row["batch_size"]))
     tokens: Column = ("tokens", lambda row: f"{row['tokens']:,}")
     mode: Column = ("mode", lambda row: row["mode"])
-    variant: Column = ("variant", lambda row: row["variant"])
+    variant: Column = ("variant", _label)
     usual = rows[0].get("ratio_to") or rows[0]["variant"]
-    times: Column = (f"times {usual}", lambda row: _times(row["ratio"]))
+    times: Column = (f"times {usual if len(usual) <= 16 else 'the first'}", lambda row: _ratios(row["ratio"]))
     use: Column = ("use of peak", _use)
     built: list[Column] = []
-    if any("compile_seconds" in row for row in rows):
-        built = [("compiling", lambda row: f"{row['compile_seconds']:.1f} s")]
+    if any(_other_form(row) for row in rows):
+        built = [("times itself", lambda row: _ratios(row["ratio_to_own"]) if _other_form(row) else "")]
+    if any(row.get("compiled") for row in rows):
+        built += [("compiling", lambda row: f"{row['compile_seconds']:.1f} s" if row["compiled"] else "")]
     if kind == "speed":
         return [variant, mode, tokens, batch, ("a layer", lambda row: _time(row["seconds"])), times, use, *built]
     if kind == "memory":
         peak: Column = ("peak", lambda row: f"{row['peak_bytes'] / 2**20:,.1f} MiB")
-        return [variant, mode, tokens, batch, peak, (times[0], lambda row: _ratio(row["ratio"]))]
+        return [variant, mode, tokens, batch, peak, times, *built]
     if kind == "step":
         size: Column = ("size", lambda row: row["size"])
         learned: Column = ("parameters", lambda row: f"{row['parameters']:,}")
@@ -163,27 +167,38 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
         ("context", lambda row: f"{row['context']:,}"),
         batch,
         ("prefill", lambda row: _time(row["prefill_seconds"])),
-        (times[0], lambda row: _times(row["prefill_ratio"])),
+        (times[0], lambda row: _ratios(row["prefill_ratio"])),
         ("a token", lambda row: _time(row["token_seconds"])),
-        (f"{times[0]} ", lambda row: _times(row["token_ratio"])),
+        (f"{times[0]} ", lambda row: _ratios(row["token_ratio"])),
         ("tokens a second", lambda row: f"{row['tokens_per_second']:,.0f}"),
         ("cache", lambda row: f"{row['cache_bytes'] / 1024:,.1f} KiB"),
     ]
 
 
+def _label(row: Row) -> str:
+    return f"{row['variant']} compiled" if row.get("compiled") else row["variant"]
+
+
 def _time(spread: Mapping[str, float]) -> str:
     """Median and quartiles in seconds or milliseconds: "12.3 ms (12.1-12.9)"."""
     unit, factor = ("s", 1.0) if spread["median"] >= 1 else ("ms", 1000.0)
-    median, low, high = (f"{spread[key] * factor:.3g}" for key in ("median", "low", "high"))
+    values = (spread[key] * factor for key in ("median", "low", "high"))
+    median, low, high = (f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values)
     return f"{median} {unit} ({low}-{high})"
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _ratios(found: Mapping[str, float] | float | None) -> str:
+    """Of times with their quartiles, of bytes as it is."""
+    if found is None:
+        return ""
+    if isinstance(found, float):
+        return f"{found:.2f}"
+    return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
 
 
-def _times(spread: Mapping[str, float]) -> str:
-    return f"{spread['median']:.2f} ({spread['low']:.2f}-{spread['high']:.2f})"
+def _other_form(row: Row) -> bool:
+    """Compiled, or a straightforward form: a row to be read beside its own variant's."""
+    return bool(row.get("compiled") or row.get("form_of"))
 
 
 def _use(row: Row) -> str:

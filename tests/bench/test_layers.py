@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 
 import pytest
 import torch
@@ -107,6 +108,25 @@ def test_rows_of_speed():
     assert rows[0]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0} and rows[2]["layers"] == 5
 
 
+def test_numbers_of_a_row_from_known_times(monkeypatch):
+    """A schedule's five layers take 20 s: 4 a layer, twice the single layer's 2."""
+    times = {"mha": [2.0, 2.0], "iha": [6.0, 4.0], "hybrid": [20.0, 20.0]}
+    known = {name: Timing.of(samples) for name, samples in times.items()}
+    monkeypatch.setattr(layers, "interleaved", lambda calls, **_: {name: known[name] for name in calls})
+    peak = Peak(HOW, shapes=((16, 16, 16),))
+    rows = layers.speed([MHA, IHA, HYBRID], SIZES, HOW, tokens=[8], batch_sizes=[3], modes=["backward"], peak=peak)
+    assert [row["seconds"]["median"] for row in rows] == [2.0, 5.0, 4.0]
+    assert [row["ratio"]["median"] for row in rows] == [1.0, 2.5, 2.0] and rows[1]["ratio"]["low"] == 2.25
+    exact = hl.cost("mha", tokens=8, hidden_size=24, num_heads=4).flops_exact
+    assert rows[0]["utilisation_exact"] == 3 * 3 * exact / 2.0 / peak.flops_per_second
+    monkeypatch.setattr("headloom.bench.decode.interleaved", lambda calls, **_: {name: known[name] for name in calls})
+    found = decode([MHA, HYBRID], SIZES, HOW, contexts=[8], batch_sizes=[3], new_tokens=2)
+    assert (
+        [row["token_ratio"]["median"] for row in found] == [row["prefill_ratio"]["median"] for row in found] == [1, 2]
+    )
+    assert [row["tokens_per_second"] for row in found] == [1.5, 0.75]
+
+
 def test_ratios_are_of_the_same_repetition():
     """A machine that becomes three times slower half-way changes no ratio."""
     usual, other = Timing.of([1.0, 3.0, 3.0]), Timing.of([2.0, 6.0, 6.0])
@@ -140,18 +160,31 @@ def test_the_peak_is_the_fastest_of_all_measurements(monkeypatch):
     assert peak.utilisation(105.0, 2.0) == 0.5 and peak.utilisation(None, 1.0) is None
 
 
-def test_compiling_is_timed_apart_and_breaks_are_told():
-    with torch.random.fork_rng():
-        rows = layers.speed([MHA], SIZES, HOW, tokens=[8], batch_sizes=[1], modes=["forward"], compile="eager")
-    assert rows[0]["compile_seconds"] > 0 and rows[0]["graph_breaks"] == {}
+def test_compiled_beside_eager():
+    """More variants than torch.compile would by itself compile one piece of code for; none falls back."""
+    variants = [Named(f"mha{width}", "mha", {"head_dim": width}) for width in (4, 8)]
+    traced = []
 
-    class Breaks(nn.Module):
-        def forward(self, x):
-            torch._dynamo.graph_break()
-            return x + 1
+    def backend(graph, example):
+        traced.append(graph)
+        return graph.forward
 
-    module, about = layers.compiled(Breaks(), "eager")
-    assert about(lambda: module(torch.ones(2)))["graph_breaks"]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        rows = layers.speed(variants, SIZES, HOW, tokens=[8], batch_sizes=[1], modes=["forward"], compile=backend)
+    named = [("mha4", False), ("mha4", True), ("mha8", False), ("mha8", True)]
+    assert [(row["variant"], row["compiled"]) for row in rows] == named and len(traced) == 2
+    for row in rows[1::2]:
+        assert row["compile_seconds"] > 0 and row["graph_breaks"] == {} and row["paths"] == {"fused": 1}
+    assert rows[2]["ratio_to_own"]["median"] == 1.0 and "compile_seconds" not in rows[2]
+
+
+def test_why_a_graph_breaks():
+    def breaks(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    made = torch.compile(breaks, backend="eager")
+    assert layers.first_compiled_call(lambda: made(torch.ones(2)))["graph_breaks"]
 
 
 def test_peak_bytes_counts_what_a_fused_kernel_and_the_backward_allocate():
@@ -220,6 +253,25 @@ def test_against_the_same_function_and_twice_it(mine, options):
     assert "differences" not in rows[0]
 
 
+def test_a_straightforward_form_runs_beside_its_variant_with_its_weights(monkeypatch):
+    forms = types.ModuleType("headloom.bench.plain")
+    forms.plain_form = lambda attention: lambda same, x: 3 * same(x.repeat(3, 1, 1))[:1]
+    monkeypatch.setitem(sys.modules, "headloom.bench.plain", forms)
+    point = {"tokens": [8], "batch_sizes": [1], "modes": ["backward"], "plainly": True}
+    rows = layers.speed([MHA, IHA], SIZES, HOW, **point)
+    assert [row["variant"] for row in rows] == ["mha", "iha", "mha plain", "iha plain"]
+    for fast, slow in zip(rows[:2], rows[2:], strict=True):
+        (found,) = slow["differences"]
+        assert found["variant"] == fast["variant"] and found["relative"] == pytest.approx(2.0)
+        assert slow["flops_exact"] == fast["flops_exact"]
+        own = [a / b for a, b in zip(slow["seconds"]["samples"], fast["seconds"]["samples"], strict=True)]
+        assert slow["ratio_to_own"]["median"] == pytest.approx(sum(own) / 2)
+    kept = layers.memory([MHA, IHA], SIZES, HOW, **point)
+    assert kept[3]["ratio_to_own"] == kept[3]["peak_bytes"] / kept[1]["peak_bytes"] > 1
+    with pytest.raises(hl.HeadloomError, match="hybrid is a schedule"):
+        layers.speed([HYBRID], SIZES, HOW, **point)
+
+
 def test_against_other_shapes_copies_nothing(mine):
     wide = subject(Named("mha", "mha", {"head_dim": 12}), SIZES, 8, HOW)
     found = against.compare(wide, against.build(f"{mine}:Plain", SIZES, HOW), inputs(1, 8, 24, HOW))
@@ -246,6 +298,13 @@ def test_against_other_shapes_copies_nothing(mine):
 def test_modules_that_cannot_be_compared(mine, text, part):
     with pytest.raises(hl.HeadloomError, match=part):
         layers.speed([MHA], SIZES, HOW, tokens=[4], batch_sizes=[1], against=text)
+    assert not [name for name in sys.modules if "nowhere" in name]
+
+
+def test_a_files_name_may_be_a_librarys(tmp_path):
+    (tmp_path / "json.py").write_text(MINE)
+    text = f"{tmp_path}/json.py:Plain"
+    assert type(against.build(text, SIZES, HOW).module).__name__ == "Plain" and hasattr(sys.modules["json"], "dumps")
 
 
 def test_wrong_sizes_name_the_variant():

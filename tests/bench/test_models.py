@@ -9,7 +9,7 @@ import headloom as hl
 from headloom.bench import models
 from headloom.bench.cost import model_flops
 from headloom.bench.memory import peak_bytes
-from headloom.bench.models import Shape, original_of, saved_bytes, steps, training_step
+from headloom.bench.models import Shape, optimizer_of, original_of, saved_bytes, steps, training_step
 from headloom.bench.setting import Setting
 from headloom.bench.subjects import Named
 from headloom.hf import build_model
@@ -26,7 +26,7 @@ def built(device=None, **changes):
 
 def test_a_step_lowers_the_loss_and_leaves_no_gradient():
     model, ids = built(), torch.randint(37, (2, 8))
-    step = training_step(model, model, ids, HOW)
+    step = training_step(model, model, optimizer_of(model), ids, HOW)
 
     def loss():
         return model(input_ids=ids, labels=ids).loss.item()
@@ -42,7 +42,7 @@ def test_bfloat16_keeps_the_weights_wide():
     model = built()
     seen = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
-    training_step(model, model, torch.randint(37, (2, 8)), Setting(dtype="bfloat16"))()
+    training_step(model, model, optimizer_of(model), torch.randint(37, (2, 8)), Setting(dtype="bfloat16"))()
     assert seen == [torch.bfloat16] and {p.dtype for p in model.parameters()} == {torch.float32}
     with pytest.raises(hl.HeadloomError, match="float32 or bfloat16, not float64"):
         steps([MHA], [SHAPE], Setting(dtype="float64"), tokens=[], batch_sizes=[1])
@@ -77,8 +77,8 @@ def test_beside_another_attention_the_originals_flops_are_not_claimed():
 
 
 def test_what_does_not_fit_is_left_out_and_what_fits_alone_runs_alone(monkeypatch):
-    needed = {c.label: c.bytes for c in models._candidates([MHA, IHA], SHAPE, 8, 1, False)}
-    assert needed["mha"] < needed["iha"]
+    mha, iha = models._candidates([MHA, IHA], SHAPE, 8, 1, False)
+    assert mha.bytes < iha.bytes and mha.held == 16 * mha.parameters
     groups = []
     real = models._timed
 
@@ -87,14 +87,19 @@ def test_what_does_not_fit_is_left_out_and_what_fits_alone_runs_alone(monkeypatc
         return real(group, *rest)
 
     monkeypatch.setattr(models, "_timed", watched)
-    for available in (needed["mha"], needed["iha"], sum(needed.values())):
-        rows, skipped = steps([MHA, IHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], available=available)
-        if available == needed["mha"]:
-            assert [left["variant"] for left in skipped] == ["iha"] and len(rows) == 1
+    both = mha.held + iha.held + iha.during  # they take turns: one step at a time
+    for available in (mha.bytes, both - 1, both):
+        rows, skipped = steps([IHA, MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], available=available)
+        if available == mha.bytes:
+            assert [left["variant"] for left in skipped] == ["iha"]
+            assert [(row["ratio"], row["ratio_to"]) for row in rows] == [(None, "iha")]
             assert skipped[0]["reason"] == "needs 0.0 GiB, 0.0 available"
         else:
-            assert skipped == [] and rows[1]["interleaved"] is (available > needed["iha"])
-    assert groups == [["mha"], ["mha"], ["iha"], ["mha", "iha"]]
+            assert skipped == [] and [row["interleaved"] for row in rows] == [available == both] * 2
+    assert groups == [["mha"], ["iha"], ["mha"], ["iha", "mha"]]
+
+
+def test_what_no_machine_has_is_said_in_gib(monkeypatch):
     monkeypatch.setattr(models, "_free", lambda setting: 2**40)
     huge = Shape("huge", 8, {**ARGUMENTS, "hidden_size": 2**17, "intermediate_size": 2**18})
     rows, skipped = steps([MHA], [huge], HOW, tokens=[], batch_sizes=[1])
@@ -107,7 +112,7 @@ def test_what_is_said_to_be_needed_is_enough_and_not_twice_too_much(batch):
     sizes = {"hidden_size": 64, "vocab_size": 101, "intermediate_size": 160}
     model, ids = built(**sizes), torch.randint(101, (batch, 64))
     parameters = sum(p.numel() for p in model.parameters())
-    step = training_step(model, model, ids, HOW)
+    step = training_step(model, model, optimizer_of(model), ids, HOW)
     step()  # makes the moments
     taken = 12 * parameters + peak_bytes(step)
     said = 16 * parameters + batch * saved_bytes(built("meta", **sizes), 64)
@@ -116,4 +121,5 @@ def test_what_is_said_to_be_needed_is_enough_and_not_twice_too_much(batch):
 
 def test_compiled_steps():
     rows, _ = steps([MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], compile="eager")
-    assert rows[0]["compile_seconds"] > 0 and "graph_breaks" in rows[0]
+    assert [row["compiled"] for row in rows] == [False, True]
+    assert rows[1]["compile_seconds"] > 0 and "graph_breaks" in rows[1]

@@ -1,11 +1,18 @@
 """`headloom bench`: what it prints, writes and refuses. No seconds are asserted."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import headloom
 from headloom.cli.app import app
+
+PAGE = (Path(headloom.__file__).parent.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^headloom bench ((?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
 
 TINY = ["--hidden-size", "16", "--heads", "2", "--tokens", "8", "--threads", "1", "--repeats", "2"]
 RECORDED = {
@@ -74,6 +81,7 @@ def test_memory_and_decode_for_people():
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["iha:pseudo_heads=2", "iha:cache=expanded:pseudo_heads=2"] * 2
+    assert "times the first" in lines[0] and "…" not in done.stdout
     assert lines[4].rstrip().endswith("2.0 KiB") and lines[3].rstrip().endswith("1.0 KiB")
 
 
@@ -101,6 +109,7 @@ def test_models_and_what_is_left_out(monkeypatch):
         (["speed", "--tokens", "many"], "--tokens must be whole numbers with commas between"),
         (["speed", "--device", "cuda"], "torch sees none"),
         (["speed", "--size", "tinny"], "Did you mean 'tiny'?"),
+        (["speed", "--hidden-size", "0"], "hidden_size must be at least 1, not 0"),
         (["speed", "--json", "--markdown"], "cannot go together"),
         (["memory", "--dtype", "int8"], "dtype must be one of"),
         (["decode", "--contexts", "0"], "contexts must be at least 1"),
@@ -120,3 +129,18 @@ def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "taken").write_text("")
     done = call("memory", *TINY[:-2], "--out", str(tmp_path / "taken"))
     assert done.exit_code == 2 and "is a file" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_pages_commands_are_right(command, monkeypatch):
+    """Options, variants and sizes are taken; only the measurement itself is left out."""
+    ran = []
+    monkeypatch.setattr("headloom.cli.bench._run", lambda name, how, named, *_, **options: ran.append((name, named)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    done = call(*shlex.split(command.replace("\\\n", " ")))
+    assert done.exit_code == 0, done.output
+    assert ran[0][0] == command.split()[0] and ran[0][1]
+
+
+def test_no_command_of_the_page_was_missed():
+    assert len(COMMANDS) == PAGE.count("\nheadloom bench ") == 15
