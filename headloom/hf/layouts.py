@@ -212,15 +212,6 @@ class Separate(Layout):
     def join(self, parts: tuple[Tensor, ...], heads: int) -> Tensor:
         return parts[0]
 
-    def split(self, attn: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        c = attn.config
-        q, k, v = (getattr(attn, name)(x_BTD) for name in self.inputs)
-        return (
-            q.unflatten(-1, (-1, c.head_dim)),
-            k.unflatten(-1, (-1, c.head_dim)),
-            v.unflatten(-1, (-1, c.value_dim)),
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fused(Layout):

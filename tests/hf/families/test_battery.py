@@ -108,26 +108,21 @@ def test_the_modules_stay_the_same(base, family):
     model = base()
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     config, modules = model.config, dict(model.named_modules())
+    attentions = tuple(path for path, module in modules.items() if type(module) is family.attention_class())
     graft(model, IHA[0], **IHA[1])
     after = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert before.items() <= after.items()
     mixes = {name.rpartition(".")[0].rpartition(".")[2] for name in after.keys() - before.keys()}
     assert mixes == {"q_mix", "k_mix", "v_mix", "out_mix"}
     now = dict(model.named_modules())
-    gone = {path for path in modules if now.get(path) is not modules[path]}
-    path = f"{family.layers_path}.N.{family.attention_path}"
-    assert all(
-        any(p.endswith(path.replace("N", str(i))) or "attn_dropout" in p or p.endswith(".dropout") for i in range(3))
-        for p in gone
-    )
+    assert all(path.startswith(attentions) for path, module in modules.items() if now.get(path) is not module)
     assert config is not model.config and type(config) is family.config_class()
 
 
 def test_hidden_states(base, batch):
     x, mask = batch
-    model = base(dtype=torch.float32)
+    model, other = base(dtype=torch.float32).requires_grad_(False), base(dtype=torch.float32).requires_grad_(False)
     before = model(x, attention_mask=mask, output_hidden_states=True).hidden_states
-    other = base(dtype=torch.float32)
     for grafted in (model, other):  # with the hooks installed before the graft, and after it
         graft(grafted, IHA[0], **IHA[1])
         after = grafted(x, attention_mask=mask, output_hidden_states=True).hidden_states
@@ -149,8 +144,8 @@ def test_a_folder_comes_back(base, family, batch, spec, tmp_path):
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         written = set(file.keys())
-    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
-    assert not written & tied and written | tied == set(model.state_dict())
+    assert not written & set(model.all_tied_weights_keys)
+    assert {key for key in written if "_mix" in key or "head_q" in key}
     auto = {cls: auto for auto, cls in family.head_classes().items()}[type(base())]
     back, info = getattr(modeling_auto, auto).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and type(back) is type(model)
@@ -186,8 +181,8 @@ def test_every_head(base, family, tmp_path):
 def test_a_base_checkpoint_loads_into_the_graft_class(base, graft_class, batch, near, encoder, spec, tmp_path):
     """The loader leaves no memory uninitialised: mixes are what the init says and the logits the base's."""
     x, mask = batch
-    model = base()
-    model.save_pretrained(tmp_path)
+    base().save_pretrained(tmp_path)
+    model = type(base()).from_pretrained(tmp_path)
     mechanism, options = SPECS[spec]
     options = {"order": "token", "phase": "token", "init": "carrier", **options} if mechanism == "iha" else {
         "init": "identity", **options
@@ -195,7 +190,8 @@ def test_a_base_checkpoint_loads_into_the_graft_class(base, graft_class, batch, 
     layers = [{"mechanism": mechanism, "options": options}] * 3
     back = graft_class().from_pretrained(tmp_path, headloom={"layers": layers}).eval()
     if back._can_set_experts_implementation():
-        back.set_experts_implementation("eager")
+        for loaded in (model, back):
+            loaded.set_experts_implementation("eager")
     assert back.dtype == torch.float64
     near(logits(back, x, attention_mask=mask)[mask.bool()], alone(model, x, mask, encoder))
     own = back.state_dict()
