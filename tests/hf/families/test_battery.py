@@ -5,6 +5,7 @@ import torch
 from safetensors import safe_open
 from transformers.models.auto import modeling_auto
 
+from headloom.core.errors import HeadloomError
 from headloom.hf import graft
 
 SPECS = {
@@ -254,14 +255,26 @@ def test_layouts_read_and_write(base, family):
         return found
 
     before = check()
-    output = family.output_of(family.layers(model)[1])
-    assert output.weight.shape[0] == 24
+    native = family.attention_of(family.layers(base())[1])  # the family's own attention is read alike
+    for letter, (weight, _) in layout.weights(native, heads=G).items():
+        assert torch.equal(weight, before[letter][0])
     for letter, (weight, bias) in before.items():
         changed = torch.randn(weight.shape, dtype=torch.float64)
         layout.write(attention, letter, changed, None if bias is None else changed[:, 0])
         after = check()
         assert torch.equal(after[letter][0], changed)
         assert bias is None or torch.equal(after[letter][1], changed[:, 0])
-    if bias is not None:
-        layout.write(attention, "q", before["q"][0])
-        assert not check()["q"][1].any() if before["q"][1] is not None else True
+        layout.write(attention, letter, changed)
+        assert bias is None or not check()[letter][1].any()
+        if bias is None:
+            with pytest.raises(HeadloomError, match="has no bias to hold"):
+                layout.write(attention, letter, changed, changed[:, 0])
+    wider = torch.randn(4 * before["k"][0].shape[0], 24, dtype=torch.float64)
+    if len(layout.inputs) == 3:
+        layout.write(attention, "k", wider)
+        assert torch.equal(layout.weights(attention)["k"][0], wider)
+    else:
+        with pytest.raises(HeadloomError, match=r"k \(96, 24\) does not fit into .*, which holds \(24, 24\)"):
+            layout.write(attention, "k", wider)
+    output = family.output_of(family.layers(model)[1])
+    assert output is (getattr(attention, layout.out) if layout.out else family.layers(model)[1].attention.output.dense)
