@@ -87,6 +87,14 @@ class Layout(GroupedBase, abc.ABC):
         for name in self.names:
             attn.add_module(name, self.source.get_submodule(name))
 
+    def give_norms(self, attn: Any, source: Any) -> None:
+        """To an attention with projections of its own the norms of `source`, where it has such ones."""
+        if self.norm is None or attn.config.qk_norm != self.norm or type(attn.base) is not GroupedBase:
+            return
+        for name in ("q_norm", "k_norm"):
+            if getattr(attn, name).weight.shape == getattr(source, name).weight.shape:
+                setattr(attn, name, getattr(source, name))
+
     def build_output(self, attn: Any) -> None:
         """Nothing: `build` took it."""
 

@@ -120,9 +120,10 @@ def test_the_modules_stay_the_same(base, family):
     assert config is not model.config and type(config) is family.config_class()
 
 
-def test_hidden_states(base, batch):
+@pytest.mark.parametrize("head", [None, "AutoModel"])
+def test_hidden_states(base, batch, head):
     x, mask = batch
-    model, other = base(dtype=torch.float32).requires_grad_(False), base(dtype=torch.float32).requires_grad_(False)
+    model, other = (base(head, dtype=torch.float32).requires_grad_(False) for _ in range(2))
     before = model(x, attention_mask=mask, output_hidden_states=True).hidden_states
     for grafted in (model, other):  # with the hooks installed before the graft, and after it
         graft(grafted, IHA[0], **IHA[1])
