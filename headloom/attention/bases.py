@@ -86,15 +86,18 @@ class GroupedBase(Base):
             q, k = attn.q_norm(q), attn.k_norm(k)
         return q.transpose(1, 2), {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The projections that read x."""
+        return "q_proj", "k_proj", "v_proj"
+
     def split(self, attn: Attention, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, H, K), k (B, T, G, K), v (B, T, G, V), before their norms."""
         c = attn.config
-        q, k, v = attn.q_proj(x_BTD), attn.k_proj(x_BTD), attn.v_proj(x_BTD)
-        return (
-            q.unflatten(-1, (-1, c.head_dim)),
-            k.unflatten(-1, (-1, c.head_dim)),
-            v.unflatten(-1, (-1, c.value_dim)),
-        )
+        q, k, v = (getattr(attn, name)(x_BTD) for name in self.inputs)
+        widths = c.head_dim, c.head_dim, c.value_dim
+        q, k, v = (x.unflatten(-1, (-1, width)) for x, width in zip((q, k, v), widths, strict=True))
+        return q, k, v
 
     def expand(self, attn: Attention, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return slots["k"], slots["v"]

@@ -37,7 +37,24 @@ def model_class(family_name: str, head: Any) -> Any:
         "forward": _forward(head),
         "forward_names": tuple(inspect.signature(head.forward).parameters)[1:],
     }
-    return _known(type(f"{_PREFIX}{head.__name__}", (Graft, head), body))
+    made = _known(type(f"{_PREFIX}{head.__name__}", (Graft, head), body))
+    _convert_as(family_named(family_name), head, made)
+    return made
+
+
+def _convert_as(family: Family, head: Any, made: type) -> None:
+    """Have the loader rename checkpoints for our class as for the family's: it goes by the class's name, or by
+    model_type in transformers' own classes."""
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
+    renamings = get_checkpoint_conversion_mapping(head.__name__)
+    if renamings is None and head is family.head_classes().get("AutoModel"):  # the others hold this one inside
+        renamings = get_checkpoint_conversion_mapping(family.name)
+    if renamings is not None:
+        register_checkpoint_conversion_mapping(made.__name__, renamings, overwrite=True)
 
 
 @functools.cache

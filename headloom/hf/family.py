@@ -66,13 +66,14 @@ class Family(abc.ABC):
 
     @functools.cache  # noqa: B019  a family is made once
     def head_classes(self) -> dict[str, type]:
-        """Auto class name -> the family's class with that head, for every head that transformers' Auto classes know."""
+        """Auto class name -> the class with that head in the family's modelling file, as transformers' Auto classes
+        know them."""
         from transformers.models.auto import modeling_auto
 
-        found = {}
+        modelling, found = self.attention_class().__module__, {}
         for name, auto in vars(modeling_auto).items():
             head = auto._model_mapping.get(self.config_class(), None) if name.startswith("AutoModel") else None
-            if isinstance(head, type):
+            if isinstance(head, type) and head.__module__ == modelling:
                 found[name] = head
         return found
 

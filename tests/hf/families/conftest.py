@@ -73,17 +73,30 @@ def stir(model, seed=0):
     return model
 
 
-@functools.cache
-def made(name, head, changes):
+def build(name, head=None, **changes):
     family = families()[name]
     config = family.config_class()
-    values = {**SIZES, **SHAPES[name], **dict.fromkeys(DROPOUTS & set(config.__annotations__), 0.0), **dict(changes)}
+    values = {**SIZES, **SHAPES[name], **dict.fromkeys(DROPOUTS & set(config.__annotations__), 0.0), **changes}
     heads = family.head_classes()
     cls = heads[head] if head else heads.get("AutoModelForMaskedLM", heads.get("AutoModelForCausalLM"))
     model = cls(config(**values)).double()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the fast product of experts takes no float64
     return stir(model).eval()
+
+
+usual = functools.cache(build)
+
+
+@pytest.fixture
+def model_of():
+    """model_of(name, head, dtype=..., **changes): a family's own model with its token logits, or with that head."""
+
+    def make(name, head=None, *, dtype=torch.float64, **changes):
+        model = build(name, head, **changes) if changes else copy.deepcopy(usual(name, head))
+        return model.to(dtype)
+
+    return make
 
 
 @pytest.fixture(params=list(families()))
@@ -103,13 +116,9 @@ def encoder(name):
 
 
 @pytest.fixture
-def base(name):
-    """base(head=..., dtype=..., **changes): the family's own model with its token logits, or with that head."""
-
-    def make(head=None, *, dtype=torch.float64, **changes):
-        return copy.deepcopy(made(name, head, tuple(changes.items()))).to(dtype)
-
-    return make
+def base(name, model_of):
+    """base(head, dtype=..., **changes): `model_of` this family."""
+    return functools.partial(model_of, name)
 
 
 @pytest.fixture
