@@ -95,7 +95,10 @@ class Attention(nn.Module):
             self.rotary = Rotary(config.rope_theta, config.rotary_dim, config.rope_scaling)
         self.base.build(self)
         self.o_proj = PROJECTIONS[config.projection](self.merged_width, config.hidden_size, bias=config.out_bias)
+        before = set(self._modules)
         self.build_heads()
+        #: the children that simulate heads, beside the base's
+        self.simulating = tuple(name for name in self._modules if name not in before)
         if not self.o_proj.weight.is_meta:
             self.reset_parameters()
 
