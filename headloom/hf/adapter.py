@@ -16,6 +16,7 @@ from headloom.hf.config import FAMILY_ROTARY
 from headloom.hf.family import Family
 from headloom.hf.masks import arriving
 from headloom.hf.room import view_of
+from headloom.hf.share import weights_at_hand
 from headloom.ops.rotary import Rotary
 
 
@@ -39,13 +40,15 @@ class GraftedAttention:
         cache = kwargs.get("past_key_values") if cache is None else cache
         layer, T = self.layer_index, hidden_states.shape[1]  # type: ignore[attr-defined]
         view = None if cache is None else view_of(cache, layer, T)
-        out = super().forward(  # type: ignore[misc]
-            hidden_states,
-            mask=arriving(attention_mask, 0, T) if view is None else view.arriving(attention_mask, layer, T),
-            positions=position_ids,
-            documents=documents,
-            cache=view,
-        )
+        offloaded = next(self.parameters()).is_meta and not hidden_states.is_meta  # type: ignore[attr-defined]
+        with weights_at_hand(self) if offloaded else contextlib.nullcontext():  # type: ignore[arg-type]
+            out = super().forward(  # type: ignore[misc]
+                hidden_states,
+                mask=arriving(attention_mask, 0, T) if view is None else view.arriving(attention_mask, layer, T),
+                positions=position_ids,
+                documents=documents,
+                cache=view,
+            )
         return out, None
 
 
