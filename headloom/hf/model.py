@@ -150,6 +150,13 @@ class Graft:
         """A dense mask for static caches, whose models accept no object (transformers 5.24 asks it for `.ndim`)."""
         return dense_mask(config, inputs_embeds, **kwargs)
 
+    def _get_static_cache_init_shape(self) -> Any:
+        """(heads, width) by which a static cache is allocated before the first call; None: by that call, because a
+        mechanism remembers something other than the config's keys and values."""
+        shape = super()._get_static_cache_init_shape()  # type: ignore[misc]
+        remembered = (list(attention.cache_slots().values()) for attention in self.grafted())
+        return shape if all(sizes == [shape, shape] for sizes in remembered) else None
+
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
