@@ -14,7 +14,7 @@ from headloom.attention import layer_config, make_config, mechanisms, taken
 from headloom.attention.config import AttentionConfig
 from headloom.hf.config import FAMILY_ROTARY
 from headloom.hf.family import Family
-from headloom.hf.masks import arriving
+from headloom.hf.masks import alone
 from headloom.hf.room import view_of
 from headloom.hf.share import weights_at_hand
 from headloom.ops.rotary import Rotary
@@ -44,7 +44,7 @@ class GraftedAttention:
         with weights_at_hand(self) if offloaded else contextlib.nullcontext():  # type: ignore[arg-type]
             out = super().forward(  # type: ignore[misc]
                 hidden_states,
-                mask=arriving(attention_mask, 0, T) if view is None else view.arriving(attention_mask, layer, T),
+                mask=alone(attention_mask, T) if view is None else view.arriving(attention_mask, layer, T),
                 positions=position_ids,
                 documents=documents,
                 cache=view,
