@@ -94,3 +94,14 @@ def test_half_models_keep_their_mixes_wide(llama, ids):
     first = train(adapted, x, 1)
     assert train(adapted, x, 5) < first
     assert mix.weight.dtype == torch.float32 and not torch.equal(mix.weight, start)
+
+
+def test_an_adapter_finds_its_saved_graft(llama, ids, tmp_path):
+    base, x = llama(num_hidden_layers=1), ids(4, 9)
+    hl.graft(base, "iha", pseudo_heads=2)
+    base.save_pretrained(tmp_path / "graft")
+    model = lora(AutoModelForCausalLM.from_pretrained(tmp_path / "graft"))
+    train(model, x)
+    model.save_pretrained(tmp_path / "adapter")
+    back = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(back(x).logits, model(x).logits, rtol=0, atol=1e-12)

@@ -11,7 +11,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     PreTrainedTokenizerFast,
     pipeline,
 )
@@ -170,10 +172,11 @@ def test_a_damaged_config_is_named(tiny, tmp_path, damage):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_other_classes_fail_with_the_sentence(tiny, tmp_path):
+@pytest.mark.parametrize("other", [LlamaForCausalLM, LlamaModel, LlamaConfig])
+def test_other_classes_fail_with_the_sentence(tiny, tmp_path, other):
     tiny("iha").save_pretrained(tmp_path)
     with pytest.raises(Exception, match=r"Headloom graft of a llama model.*import headloom"):
-        LlamaForCausalLM.from_pretrained(tmp_path)
+        other.from_pretrained(tmp_path)
 
 
 def test_without_the_import_nothing_loads(tiny, tmp_path):
