@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headloom.attention.schedules import schedule, schedules
     from headloom.bench.cost import cost
     from headloom.core.errors import HeadloomError, RunError
-    from headloom.hf import build_model, graft, parameter_groups
+    from headloom.hf import build_model, graft, mix_names, parameter_groups
     from headloom.lab.compare import compare
     from headloom.ops.bit import pack_bits
     from headloom.ops.cache import Cache
@@ -36,7 +36,7 @@ _PLACES = {
     **dict.fromkeys(("schedule", "schedules"), ("headloom.attention.schedules", None)),
     "cost": ("headloom.bench.cost", None),
     **dict.fromkeys(("HeadloomError", "RunError"), ("headloom.core.errors", None)),
-    **dict.fromkeys(("build_model", "graft", "parameter_groups"), ("headloom.hf", None)),
+    **dict.fromkeys(("build_model", "graft", "mix_names", "parameter_groups"), ("headloom.hf", None)),
     "compare": ("headloom.lab.compare", None),
     "pack_bits": ("headloom.ops.bit", None),
     "Cache": ("headloom.ops.cache", None),

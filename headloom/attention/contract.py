@@ -97,7 +97,10 @@ class Attention(nn.Module):
             self.rotary = Rotary(config.rope_theta, config.rotary_dim, config.rope_scaling)
         self.base.build(self)
         self.base.build_output(self)
+        before = set(self._modules)
         self.build_heads()
+        #: the children that simulate heads, beside the base's
+        self.simulating = tuple(name for name in self._modules if name not in before)
         if base is None and not next(self.parameters()).is_meta:
             self.reset_parameters()
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention
 from headloom.ops.masks import Visibility
+from headloom.ops.mixing import Mix
 
 NORM_EPS = 1e-5
 
@@ -62,21 +63,21 @@ class Diff(Attention):
     summary = "pairs of heads: one softmax pattern minus lambda times the other, then a norm"
     config_cls = DiffConfig
 
-    lambda_q1: nn.Parameter
-    lambda_k1: nn.Parameter
-    lambda_q2: nn.Parameter
-    lambda_k2: nn.Parameter
+    lambda_q1: Mix
+    lambda_k1: Mix
+    lambda_q2: Mix
+    lambda_k2: Mix
 
     def build_heads(self) -> None:
         c = self.config
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            setattr(self, name, nn.Parameter(torch.empty(c.head_dim)))
+            setattr(self, name, Mix(c.head_dim))
         self.head_norm = nn.RMSNorm(2 * c.value_dim, eps=NORM_EPS)
 
     @torch.no_grad()
     def reset_heads(self) -> None:
         for vector in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2):
-            vector.normal_(0, 0.1)
+            vector.weight.normal_(0, 0.1)
         self.head_norm.reset_parameters()
 
     def cache_slots(self) -> dict[str, tuple[int, int]]:
@@ -89,8 +90,9 @@ class Diff(Attention):
 
     def strength(self) -> Tensor:
         """lambda, a number in float32 at least."""
-        wide = torch.promote_types(self.lambda_q1.dtype, torch.float32)
-        q1, k1, q2, k2 = (x.to(wide) for x in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2))
+        vectors = (self.lambda_q1.weight, self.lambda_k1.weight, self.lambda_q2.weight, self.lambda_k2.weight)
+        wide = torch.promote_types(vectors[0].dtype, torch.float32)
+        q1, k1, q2, k2 = (x.to(wide) for x in vectors)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
     # Steps: within the scores all first heads of the pairs stand before all second ones ----------------------------

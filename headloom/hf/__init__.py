@@ -20,6 +20,7 @@ _LAZY = {
     "HFCache": "headloom.hf.cache",
     "build_model": "headloom.hf.build",
     "graft": "headloom.hf.grafting",
+    "mix_names": "headloom.hf.groups",
     "no_decay_names": "headloom.hf.groups",
     "parameter_groups": "headloom.hf.groups",
 }
@@ -37,6 +38,7 @@ __all__ = [
     "HeadloomConfig",
     "build_model",
     "graft",
+    "mix_names",
     "no_decay_names",
     "parameter_groups",
 ]

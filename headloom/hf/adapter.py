@@ -15,9 +15,10 @@ from headloom.core.errors import HeadloomError
 from headloom.hf.config import FAMILY_ROTARY
 from headloom.hf.family import Family
 from headloom.hf.layouts import Misfit
-from headloom.hf.masks import arriving
+from headloom.hf.masks import alone
 from headloom.hf.room import view_of
 from headloom.hf.rope import FamilyRotary
+from headloom.hf.share import weights_at_hand
 
 
 class GraftedAttention:
@@ -42,13 +43,15 @@ class GraftedAttention:
         position_ids = kwargs.get("places") if position_ids is None else position_ids
         layer, T = self.layer_index, hidden_states.shape[1]  # type: ignore[attr-defined]
         view = None if cache is None else view_of(getattr(cache, "self_attention_cache", cache), layer, T)
-        out = super().forward(  # type: ignore[misc]
-            hidden_states,
-            mask=arriving(attention_mask, 0, T) if view is None else view.arriving(attention_mask, layer, T),
-            positions=position_ids,
-            documents=documents,
-            cache=view,
-        )
+        offloaded = next(self.parameters()).is_meta and not hidden_states.is_meta  # type: ignore[attr-defined]
+        with weights_at_hand(self) if offloaded else contextlib.nullcontext():  # type: ignore[arg-type]
+            out = super().forward(  # type: ignore[misc]
+                hidden_states,
+                mask=alone(attention_mask, T) if view is None else view.arriving(attention_mask, layer, T),
+                positions=position_ids,
+                documents=documents,
+                cache=view,
+            )
         return out, None
 
     def turn(self, x_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:

@@ -219,10 +219,12 @@ class HFCache(Cache):
         return past
 
     def nbytes(self) -> int:
-        layers = [layer for layer in self.cache.layers if layer.is_initialized]
-        pairs = ((layer.keys, layer.values) for layer in layers if not isinstance(layer, ConstantLayer))
-        growing = sum(x.numel() * x.element_size() for pair in pairs for x in pair)
-        return growing + sum(layer.nbytes() for layer in layers if isinstance(layer, ConstantLayer))
+        return sum(
+            layer.nbytes()
+            if isinstance(layer, ConstantLayer)
+            else sum(x.numel() * x.element_size() for x in _held(layer))
+            for layer in self.cache.layers
+        )
 
     def __repr__(self) -> str:
         return f"HFCache({self.cache!r})"
@@ -236,3 +238,9 @@ def seen_as(keys: Tensor, values: Tensor, new: Seen, past: int) -> Seen:
         back = torch.arange(-past, 0, device=positions.device)
         positions, documents = torch.cat((positions[:, :1] + back, positions), 1), None
     return Seen(unpack(keys, values, shapes), positions, documents)
+
+
+def _held(layer: Any) -> list[Tensor]:
+    """The keys and values in a layer, whatever its class calls them: quantized ones stand apart, beside their scale."""
+    values = [x for value in vars(layer).values() for x in (value if isinstance(value, tuple) else (value,))]
+    return [x for x in values if isinstance(x, Tensor) and x.dim() == 4]

@@ -1,4 +1,4 @@
-"""AdamW groups: what takes weight decay and what does not."""
+"""Names of what mechanisms add: for AdamW groups (no weight decay) and for PEFT (trained and saved whole)."""
 
 from __future__ import annotations
 
@@ -37,3 +37,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": [p for name, p in trained if name not in spared], "weight_decay": weight_decay},
         {"params": [p for name, p in trained if name in spared], "weight_decay": 0.0},
     ]
+
+
+def mix_names(model: nn.Module) -> list[str]:
+    """What the model's mechanisms add to its attention (mixes, convolutions, ...), for `modules_to_save` of PEFT.
+
+    Adapters such as LoRA leave everything else of a model as it is, so that without this the added parts neither
+    train nor are saved. Every name is a module's inside an attention: ["q_mix", "k_mix"], or ["head_q.0", "head_q.1"].
+    """
+    names = [
+        path
+        for attention in model.modules()
+        if isinstance(attention, Attention)
+        for child in attention.simulating
+        for path, module in attention.get_submodule(child).named_modules(prefix=child)
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    return list(dict.fromkeys(names))

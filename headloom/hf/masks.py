@@ -145,6 +145,19 @@ def arriving(mask: Any, past: int, T: int, *, cut: Callable[[Tensor], Tensor] | 
     )
 
 
+def alone(mask: Any, T: int) -> Mask | None:
+    """`arriving` for a call without a cache: there are T tokens, and a mask is about these."""
+
+    def check(values: Tensor) -> Tensor:
+        if values.shape[-1] != T:
+            raise HeadloomError(
+                f"the attention mask covers {values.shape[-1]} tokens, this call has {T} and no cache: give one of {T}"
+            )
+        return values
+
+    return arriving(mask, 0, T, cut=check)
+
+
 def visible_pairs(mask: Tensor) -> Tensor:
     """A 4-D mask as booleans. Float masks are added to scores; only those that hide or show entirely can be read."""
     if mask.dtype == torch.bool:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from headloom.core.errors import HeadloomError
 from headloom.hf import documents as docs
+from headloom.hf import share
 from headloom.hf.adapter import GraftedAttention, in_width_of, make_attention
 from headloom.hf.cache import DECODE_PACKED, PACKED
-from headloom.hf.config import layer_specs
+from headloom.hf.config import MODEL_TYPE, layer_specs
 from headloom.hf.family import Family, attentions
 from headloom.hf.masks import IMPLEMENTATION, dense_mask, register
 
@@ -72,6 +73,32 @@ class Graft:
             for parameter, value in kept:
                 parameter.copy_(value)
 
+    # ---- files ----------------------------------------------------------------------------------------------------
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own, and a README.md if the folder has none."""
+        self.add_model_tags(MODEL_TYPE)  # type: ignore[attr-defined]
+        out = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            share.write_card(self, save_directory)
+        return out
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        self.add_model_tags(MODEL_TYPE)  # type: ignore[attr-defined]
+        return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
+        share.check_files(checkpoint_files)
+        head: Any = super()
+        return head._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
+
+    @staticmethod
+    def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
+        head: Any = super()
+        out = head._finalize_model_loading(model, load_config, loading_info)
+        share.check_complete(model, out.missing_keys, out.unexpected_keys, load_config.pretrained_model_name_or_path)
+        return out
+
     def bits_were_packed(self) -> None:
         """`hl.pack_bits` replaced projections: the config, and so a saved folder, says which layers are packed."""
         modules: list[Any] = attentions(self.family, self)
@@ -125,6 +152,13 @@ class Graft:
     def create_masks_for_generate(config: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
         """A dense mask for static caches, whose models accept no object (transformers 5.24 asks it for `.ndim`)."""
         return dense_mask(config, inputs_embeds, **kwargs)
+
+    def _get_static_cache_init_shape(self) -> Any:
+        """(heads, width) by which a static cache is allocated before the first call; None: by that call, because a
+        mechanism remembers something other than the config's keys and values."""
+        shape = super()._get_static_cache_init_shape()  # type: ignore[misc]
+        remembered = (list(attention.cache_slots().values()) for attention in self.grafted())
+        return shape if all(sizes == [shape, shape] for sizes in remembered) else None
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

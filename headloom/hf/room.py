@@ -3,8 +3,8 @@
 A static layer hands out its whole room, filled from the front. How much of it is filled is a tensor, which a compiler
 cannot turn into a shape; so here the room is turned until this call's tokens stand last. What a mechanism sees then
 has one shape for every token, and order, windows and pseudo-tokens are counted from the end as always. The places in
-front that nothing has been written to are hidden. The price is a copy of the layer's keys and values a call; an eager
-call cuts the room instead (`HFCache`).
+front that nothing has been written to are hidden. The price is a copy of the layer's keys and values a call, which is
+what a growing cache pays too; an eager call cuts the room instead (`HFCache`).
 """
 
 from __future__ import annotations

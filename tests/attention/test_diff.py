@@ -56,7 +56,7 @@ def test_initial_lambda():
     """lambda_init of layer 0 is 0.2; the vectors are N(0, 0.1), the norm's weight 1."""
     torch.manual_seed(0)
     module = hl.attention("diff", hidden_size=8, num_heads=2, head_dim=4000)
-    vectors = [getattr(module, f"lambda_{x}").detach() for x in ("q1", "k1", "q2", "k2")]
+    vectors = [getattr(module, f"lambda_{x}").weight.detach() for x in ("q1", "k1", "q2", "k2")]
     assert all(abs(float(x.std()) - 0.1) < 0.005 and abs(float(x.mean())) < 0.006 for x in vectors)
     assert (module.head_norm.weight == 1).all() and module.head_norm.eps == 1e-5
     with torch.no_grad():
@@ -69,10 +69,10 @@ def settle(module, value):
     """lambda = value."""
     with torch.no_grad():
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            getattr(module, name).zero_()
+            getattr(module, name).weight.zero_()
         first = value + 1 - module.lambda_init  # exp(first product) - exp(0) + lambda_init = value
-        module.lambda_k1[0] = 1.0
-        module.lambda_q1[0] = math.log(first)
+        module.lambda_k1.weight[0] = 1.0
+        module.lambda_q1.weight[0] = math.log(first)
         if first <= 0:
             raise ValueError(value)
 

@@ -9,7 +9,6 @@ from headloom.hf import graft
 
 G2 = {"num_kv_heads": 2}
 SPECS = {
-    "mha": ("mha", {}),
     "iha": ("iha", {**G2, "pseudo_heads": 2}),
     "sas": ("sas", {**G2, "simulated_heads": 8, "kernel_size": 3}),
     "sas base": ("sas", {**G2, "simulated_heads": 8, "kernel_size": 3, "cache": "base"}),
@@ -75,14 +74,13 @@ def test_a_static_cache_decodes_in_one_graph(mixed, ids, counting, spec):
     assert counting.at_token == [0, *[1] * 9]
 
 
-@pytest.mark.parametrize(("prompt", "some"), [(2, False), (6, True)], ids=["all layers", "some layers"])
-def test_static_windows_settle_to_one_graph(mixed, ids, counting, prompt, some):
-    """W = 4: while a window fills it is another graph; once it is full no token makes a new one."""
-    layers = [("gqa", {**G2, "window": 4}), ("gqa", G2)] if some else [("iha", {**G2, "pseudo_heads": 2, "window": 4})]
-    model, (x, mask) = mixed(layers), padded(ids, prompt, prompt // 2)
-    wanted = model.generate(x, attention_mask=mask, max_new_tokens=12, **SETTINGS)
-    assert torch.equal(static(model, x, mask, 12, counting), wanted)
-    assert counting.at_token[-6] == counting.at_token[-1] <= 4
+def test_static_windows_settle_to_one_graph(mixed, ids, counting):
+    """W = 3 in one of two layers: while it fills it is another graph; once it is full no token makes a new one."""
+    model = mixed([("iha", {**G2, "pseudo_heads": 2, "window": 3}), ("gqa", G2)])
+    x, mask = padded(ids, 2, 1)
+    wanted = model.generate(x, attention_mask=mask, max_new_tokens=9, **SETTINGS)
+    assert torch.equal(static(model, x, mask, 9, counting), wanted)
+    assert counting.at_token[-5] == counting.at_token[-1] <= 4
 
 
 def test_a_partial_graft_by_hand(llama, ids, counting):
@@ -102,7 +100,7 @@ def test_a_partial_graft_by_hand(llama, ids, counting):
 
 
 def test_a_growing_cache_is_soon_one_graph(mixed, ids, counting):
-    model, (x, mask) = mixed([SPECS["iha"]]), padded(ids, 5, 2)
+    model, (x, mask) = mixed([("gqa", G2)]), padded(ids, 5, 2)
     wanted = model.generate(x, attention_mask=mask, max_new_tokens=8, **SETTINGS)
     model.forward = torch.compile(model.forward, backend=counting, fullgraph=True)
     watch = {"logits_processor": [counting.processor()]}
@@ -129,3 +127,11 @@ def test_training_is_one_graph(mixed, ids, counting, spec, documents):
     got = step(torch.compile(model, backend=counting, fullgraph=True))
     torch.testing.assert_close(got, wanted, **CLOSE)
     assert counting.graphs == 1
+
+
+def test_training_lengths_share_a_graph(mixed, ids, counting):
+    model = mixed([("mha", {})]).train()
+    compiled = torch.compile(model, backend=counting, fullgraph=True)
+    for T in (7, 9, 12):
+        torch.testing.assert_close(compiled(ids(2, T)).logits, model(ids(2, T)).logits, **CLOSE)
+    assert counting.graphs == 2, "the first length, and any length"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from headloom.core.errors import HeadloomError
 from headloom.hf import masks
@@ -211,6 +212,24 @@ def test_mask_function_says_predicates():
     assert isinstance(out.to("cpu"), Padding)
     with pytest.raises(HeadloomError, match="covers 3 tokens, the cache and this call have 4"):
         masks.mask_function(1, 1, 4, q_offset=3, attention_mask=real)
+
+
+def test_mask_function_hides_the_unwritten_room_of_a_static_cache():
+    """Two tokens after one, room for five; the first one is padding."""
+    rule = {"mask_function": causal_mask_function}
+    out = masks.mask_function(1, 2, 5, q_offset=1, attention_mask=torch.tensor([[False, True, True]]), **rule)
+    assert isinstance(out, Dense) and out.values.int().tolist() == [[[0, 1, 0, 0, 0], [0, 1, 1, 0, 0]]]
+    out = masks.mask_function(1, 2, 5, q_offset=torch.tensor(1), **rule)
+    assert isinstance(out, Dense) and out.values.int().tolist() == [[[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", [torch.ones(1, 5), torch.ones(1, 1, 3, 5, dtype=torch.bool)], ids=["2d", "4d"])
+def test_a_mask_over_more_tokens_than_there_are_is_refused(tiny, ids, backend, mask):
+    model = tiny("mha")
+    model.set_attn_implementation(backend)
+    with pytest.raises(HeadloomError, match="covers 5 tokens, this call has 3 and no cache"):
+        logits(model, ids(1, 3), attention_mask=mask)
 
 
 def test_mask_function_writes_out_what_it_does_not_know():

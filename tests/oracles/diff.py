@@ -14,8 +14,8 @@ def output(w, x_BTD, s, *, positions=None, padding=None, documents=None):
 def strength(w, layer=0):
     """(lambda, lambda_init)"""
     start = 0.8 - 0.6 * math.exp(-0.3 * layer)
-    first = torch.exp((w["lambda_q1"] * w["lambda_k1"]).sum())
-    second = torch.exp((w["lambda_q2"] * w["lambda_k2"]).sum())
+    first = torch.exp((w["lambda_q1.weight"] * w["lambda_k1.weight"]).sum())
+    second = torch.exp((w["lambda_q2.weight"] * w["lambda_k2.weight"]).sum())
     return first - second + start, start
 
 
