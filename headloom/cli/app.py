@@ -1,4 +1,5 @@
-"""The command line: `headloom compare`, `list`, `cost`, `graft`, `generate`, `finetune`.
+"""The command line: `headloom compare`, `list`, `cost`, `graft`, `fold`, `generate`,
+`finetune`.
 
 Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
 """
@@ -12,6 +13,7 @@ import typer
 from headloom.cli.compare import compare
 from headloom.cli.cost import cost
 from headloom.cli.finetune import finetune
+from headloom.cli.fold import fold
 from headloom.cli.generate import generate
 from headloom.cli.graft import graft
 from headloom.cli.list import list_mechanisms
@@ -28,6 +30,7 @@ app.command("compare")(compare)
 app.command("list")(list_mechanisms)
 app.command("cost")(cost)
 app.command("graft")(graft)
+app.command("fold")(fold)
 app.command("generate")(generate)
 app.command("finetune")(finetune)
 

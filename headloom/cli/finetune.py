@@ -153,10 +153,10 @@ def show(found: dict[str, Any], out: Path) -> None:
         if arm["before"]["graft"]:
             to.print(arm["before"]["graft"], markup=False, soft_wrap=True)
     if set(found["arms"]) == {GRAFTED, UNGRAFTED}:
-        after = {
+        by_seed = {
             name: {run["seed"]: run["bits_per_byte"] for run in arm["runs"]} for name, arm in found["arms"].items()
         }
-        paired = paired_difference(after[GRAFTED], after[UNGRAFTED])
+        paired = paired_difference(by_seed[GRAFTED], by_seed[UNGRAFTED])
         noise = (
             "one seed: what is noise is not known"
             if paired.half_width is None

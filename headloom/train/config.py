@@ -122,6 +122,9 @@ class RunConfig(Recipe):
     rope_scaling: dict[str, Any] | None = None
     norm_eps: float = Field(default=1e-6, gt=0)
 
+    def __init__(self, **values: Any) -> None:  # for type checkers: specs come in any form that LayerSpec reads
+        super().__init__(**values)
+
     @model_validator(mode="after")
     def _specs_fit(self) -> Self:
         if len(self.specs) not in (1, self.num_layers):

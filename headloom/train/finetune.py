@@ -162,7 +162,8 @@ def _tokenizer(arms: Mapping[str, Arm]) -> PreTrainedTokenizerFast:
 
 
 def _fits(model: PreTrainedModel, run: FineTuneConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
     longest = getattr(model.config, "max_position_embeddings", None)
     if len(tokenizer) > rows:
         raise HeadloomError(f"'{run.model}' knows {rows} tokens, its tokenizer makes {len(tokenizer)}: they do not fit")
