@@ -24,7 +24,7 @@ from headloom.ops import scores
 from headloom.train import records
 from headloom.train.config import Recipe, RunConfig
 from headloom.train.records import Metrics, RunResult, write_json
-from headloom.train.trainer import Progress, Recorder, RunTrainer
+from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
 
 R = TypeVar("R", bound=Recipe)
 
@@ -99,6 +99,7 @@ def train(
     on_progress: Progress | None = None,
     *,
     save_model: bool = False,
+    groups: ParameterGroups = hf.parameter_groups,
     make_model: Callable[[R, PreTrainedTokenizerFast], PreTrainedModel] = build,  # type: ignore[assignment]
 ) -> RunResult:
     """Train one model and measure it.
@@ -109,6 +110,7 @@ def train(
         folder: new, empty, or left by this very run, which then starts afresh. Filled as headloom.train.records says.
         on_progress: called after each step with (step, steps, loss).
         save_model: also write model and tokenizer to folder/model.
+        groups: the optimizer's groups from (model, weight decay).
         make_model: makes the model from the resolved run, to train something other than a new Llama.
 
     Raises:
@@ -133,7 +135,7 @@ def train(
         caching = model.config.use_cache
         try:
             with tempfile.TemporaryDirectory() as scratch, scores.paths() as paths:
-                trainer = RunTrainer(run, model, rows, groups=hf.parameter_groups, recorder=recorder, scratch=scratch)
+                trainer = RunTrainer(run, model, rows, groups=groups, recorder=recorder, scratch=scratch)
                 trainer.train()
         except RunError as error:
             failure = {"name": run.name, "seed": run.seed, "step": len(recorder.step_seconds), "reason": str(error)}

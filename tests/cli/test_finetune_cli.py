@@ -108,6 +108,24 @@ def test_finished_runs_are_kept(tuned, tune, monkeypatch):
     assert other.exit_code == 2 and "holds another fine-tuning" in other.stderr
 
 
+def test_mixes_may_have_a_rate_of_their_own(tuned, tune, tmp_path):
+    done = tune(tmp_path / "out", *IHA, "--layers", "0", "--mix-learning-rate", "0.5", "--json")
+    assert done.exit_code == 0, done.output
+    found, usual = json.loads(done.stdout), json.loads((tuned[1] / "result.json").read_text())
+    grafted, plain = (
+        [study["arms"][name]["runs"][0]["bits_per_byte"] for study in (found, usual)]
+        for name in ("grafted", "ungrafted")
+    )
+    assert plain[0] == plain[1] and abs(grafted[0] - grafted[1]) > 1e-3
+    mixes = [
+        AutoModelForCausalLM.from_pretrained(folder / "grafted" / "seed-0" / "model")
+        for folder in (tmp_path / "out", tuned[1])
+    ]
+    one, other = (model.model.layers[0].self_attn.q_mix.weight for model in mixes)
+    start = other.round()  # zeros and ones
+    assert (one - start).abs().max() > 5 * (other - start).abs().max()
+
+
 def test_a_model_that_is_a_graft_already(tune, llama_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     hl.graft(model, "iha", pseudo_heads=2)
