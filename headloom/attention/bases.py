@@ -43,6 +43,15 @@ class Base(Protocol):
         k, v = self.expand(attn, slots)
         return mix_heads(k_weight, k), mix_heads(v_weight, v)
 
+    def build_output(self, attn: Attention) -> None:
+        """Create what reads the concatenated heads on `attn`."""
+        c = attn.config
+        attn.o_proj = PROJECTIONS[c.projection](attn.merged_width, c.hidden_size, bias=c.out_bias)
+
+    def output(self, attn: Attention, heads_BTW: Tensor) -> Tensor:
+        """The concatenated heads (B, T, merged_width) -> (B, T, D)."""
+        return attn.o_proj(heads_BTW)
+
 
 class GroupedBase(Base):
     """Grouped queries (Ainslie et al. 2023, arXiv:2305.13245): H query heads, G key/value heads.
@@ -70,14 +79,25 @@ class GroupedBase(Base):
     def project(self, attn: Attention, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """In memory everything is (B, T, heads, width)."""
         c = attn.config
-        q, k, v = attn.q_proj(x_BTD), attn.k_proj(x_BTD), attn.v_proj(x_BTD)
+        q, k, v = self.split(attn, x_BTD)
         if c.qk_norm == "width":
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        q, k = q.unflatten(-1, (-1, c.head_dim)), k.unflatten(-1, (-1, c.head_dim))
+            q, k = attn.q_norm(q.flatten(-2)).view_as(q), attn.k_norm(k.flatten(-2)).view_as(k)
         if c.qk_norm == "head":
             q, k = attn.q_norm(q), attn.k_norm(k)
-        v = v.unflatten(-1, (-1, c.value_dim))
         return q.transpose(1, 2), {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The projections that read x."""
+        return "q_proj", "k_proj", "v_proj"
+
+    def split(self, attn: Attention, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, T, H, K), k (B, T, G, K), v (B, T, G, V), before their norms."""
+        c = attn.config
+        q, k, v = (getattr(attn, name)(x_BTD) for name in self.inputs)
+        widths = c.head_dim, c.head_dim, c.value_dim
+        q, k, v = (x.unflatten(-1, (-1, width)) for x, width in zip((q, k, v), widths, strict=True))
+        return q, k, v
 
     def expand(self, attn: Attention, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return slots["k"], slots["v"]

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headloom.attention.bases import BASES, PROJECTIONS
+from headloom.attention.bases import BASES, Base
 from headloom.attention.config import AttentionConfig
 from headloom.attention.folding import Linear, Plain
 from headloom.core.errors import HeadloomError
@@ -66,7 +66,8 @@ class _Call:
 class Attention(nn.Module):
     """Base of all mechanisms: plain grouped-query attention, out = concat_h(softmax(q_h k_g^T scale) v_g) W_O.
 
-    `layer_index` tells the cache (and mechanisms whose constants depend on depth) which layer this is.
+    `layer_index` tells the cache (and mechanisms whose constants depend on depth) which layer this is. A `base` that is
+    given holds its projections already: nothing is initialised then, and `reset_heads` is left to the caller.
     """
 
     name: ClassVar[str]
@@ -80,24 +81,25 @@ class Attention(nn.Module):
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
+    o_proj: Any
     q_norm: nn.Module
     k_norm: nn.Module
 
-    def __init__(self, config: AttentionConfig, layer_index: int = 0):
+    def __init__(self, config: AttentionConfig, layer_index: int = 0, *, base: Base | None = None):
         super().__init__()
         if not isinstance(config, self.config_cls):
             raise TypeError(f"{type(self).__name__} takes a {self.config_cls.__name__}, not {type(config).__name__}")
         self.config: Any = config
         self.layer_index = layer_index
-        self.base = BASES[config.base]
+        self.base = BASES[config.base] if base is None else base
         self.rotary = None
         if config.rope_theta is not None:
             assert config.rotary_dim is not None
             self.rotary = Rotary(config.rope_theta, config.rotary_dim, config.rope_scaling)
         self.base.build(self)
-        self.o_proj = PROJECTIONS[config.projection](self.merged_width, config.hidden_size, bias=config.out_bias)
+        self.base.build_output(self)
         self.build_heads()
-        if not self.o_proj.weight.is_meta:
+        if base is None and not next(self.parameters()).is_meta:
             self.reset_parameters()
 
     # What a mechanism may override ------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ class Attention(nn.Module):
         )
 
     def output(self, out_BHTV: Tensor) -> Tensor:
-        return self.o_proj(out_BHTV.transpose(1, 2).flatten(2))
+        return self.base.output(self, out_BHTV.transpose(1, 2).flatten(2))
 
     def _scale(self, q: Tensor) -> float:
         return self.config.scale if self.config.scale is not None else 1 / math.sqrt(q.shape[-1])

@@ -158,7 +158,7 @@ class SAS(Attention):
                 pair[0].weight[K:].zero_()
             for x in (pair[0].bias, pair[1].weight, pair[1].bias):
                 x.zero_()
-        if c.aggregate == "full":  # every copy reads the same W_O, scaled to their mean
+        if c.aggregate == "full" and E > H:  # every copy reads the same W_O, scaled to their mean
             blocks = self.o_proj.weight.view(c.hidden_size, E // H, -1)
             blocks.copy_(blocks[:, :1].clone().expand_as(blocks) / (E // H))
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headloom.attention import layer_config, make_config, mechanisms, taken
 from headloom.attention.config import AttentionConfig
+from headloom.core.errors import HeadloomError
 from headloom.hf.cache import HFCache
 from headloom.hf.config import FAMILY_ROTARY
 from headloom.hf.family import Family
+from headloom.hf.layouts import Misfit
 from headloom.hf.masks import arriving
-from headloom.ops.rotary import Rotary
+from headloom.hf.rope import FamilyRotary
 
 
 class GraftedAttention:
-    """Mixin before a mechanism's class: `self_attn` of a decoder layer.
+    """Mixin before a mechanism's class: the attention of a layer.
 
     It takes what the layer passes (hidden states, the family's cos and sin, which it does not need, a mask in any
-    form, a transformers cache, position ids, documents) and returns (output, None).
+    form, a transformers cache under any of its names, position ids, documents) and returns (output, None).
     """
 
     def forward(
@@ -36,8 +37,10 @@ class GraftedAttention:
         documents: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        cache = kwargs.get("past_key_values") if cache is None else cache
-        view = None if cache is None else HFCache(cache)
+        for name in ("past_key_values", "layer_past"):
+            cache = kwargs.get(name) if cache is None else cache
+        position_ids = kwargs.get("places") if position_ids is None else position_ids
+        view = None if cache is None else HFCache(getattr(cache, "self_attention_cache", cache))
         layer: int = self.layer_index  # type: ignore[attr-defined]
         past, static = (0, False) if view is None else (view.length(layer), view.is_static(layer))
         out = super().forward(  # type: ignore[misc]
@@ -49,30 +52,10 @@ class GraftedAttention:
         )
         return out, None
 
-
-@dataclasses.dataclass(frozen=True)
-class FamilyRotary(Rotary):
-    """The family's own turning: angles in float32, cos and sin in the type of what they turn.
-
-    Our own models keep wider tables; a graft must repeat the original's rounding to keep its function.
-    """
-
-    def tables(
-        self, positions: Tensor, dtype: torch.dtype, *, length: int | None = None, factor: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        frequencies, attention_factor = self._family_frequencies(length)
-        angles = positions.float().unsqueeze(-1) * frequencies.to(positions.device)
-        angles = torch.cat((angles, angles), -1)
-        scale = attention_factor if factor else 1.0
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-
-    def _family_frequencies(self, length: int | None) -> tuple[Tensor, float]:
-        if self.scaling is not None and self.scaling["rope_type"] != "default":
-            from headloom.hf.rope import provide
-
-            return provide(self.scaling, self.theta, self.dim, length)
-        exponents = torch.arange(0, self.dim, 2, dtype=torch.float) / self.dim
-        return 1.0 / (self.theta**exponents), 1.0
+    def turn(self, x_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
+        if isinstance(self.rotary, FamilyRotary) and self.rotary.single:  # type: ignore[attr-defined]
+            x_BHTK = x_BHTK.float().to(x_BHTK.dtype)
+        return super().turn(x_BHTK, positions_BT, length)  # type: ignore[misc]
 
 
 def attention_config(family: Family, config: Any, index: int, spec: dict[str, Any]) -> AttentionConfig:
@@ -89,16 +72,31 @@ def spec_of(family: Family, config: Any, index: int, made: AttentionConfig, mech
     return {"mechanism": mechanism, "options": options}
 
 
-def make_attention(family: Family, config: Any, index: int, spec: dict[str, Any]) -> Any:
-    """The module for layer `index`."""
+def make_attention(family: Family, config: Any, index: int, spec: dict[str, Any], old: nn.Module) -> Any:
+    """The module for layer `index`, standing on the modules of `old`, the family's own attention.
+
+    Where a mechanism needs other projections it makes them itself, if the family names its own as we do; then its
+    `base` is not the family's layout. Raises HeadloomError otherwise.
+    """
     from headloom.hf.classes import attention_class
 
     if spec["mechanism"] not in mechanisms():
         make_config(spec["mechanism"])  # raises with the near names
     made = attention_config(family, config, index, spec)
-    attention = attention_class(family.name, spec["mechanism"])(made, index)
+    cls, layout = attention_class(family.name, spec["mechanism"]), family.layout
+    try:
+        attention = cls(made, index, base=layout.taking(old))
+        attention.base = layout
+    except Misfit as problem:
+        if not layout.ours:
+            raise HeadloomError(
+                f"layer {index}: {spec['mechanism']} cannot stand on {family.name}'s attention: {problem}"
+            ) from None
+        attention = cls(made, index)
+        if made.qk_norm == layout.norm and hasattr(attention, "q_norm"):
+            attention.q_norm, attention.k_norm = old.q_norm, old.k_norm
     if config.headloom.get("rotary", FAMILY_ROTARY) == FAMILY_ROTARY and attention.rotary is not None:
-        attention.rotary = FamilyRotary(attention.rotary.theta, attention.rotary.dim, attention.rotary.scaling)
+        attention.rotary = family.rotary(attention.rotary.theta, attention.rotary.dim, attention.rotary.scaling)
     return attention
 
 

@@ -18,6 +18,12 @@ from headloom.hf.family import Family, families, family_named
 from headloom.hf.model import Graft
 
 _PREFIX = "Headloom"
+_MADE: dict[str, type] = {}
+
+
+def _known(made: type) -> type:
+    """Remember a class by its name, so that looking it up imports no other family."""
+    return _MADE.setdefault(made.__name__, made)
 
 
 @functools.cache
@@ -31,7 +37,24 @@ def model_class(family_name: str, head: Any) -> Any:
         "forward": _forward(head),
         "forward_names": tuple(inspect.signature(head.forward).parameters)[1:],
     }
-    return type(f"{_PREFIX}{head.__name__}", (Graft, head), body)
+    made = _known(type(f"{_PREFIX}{head.__name__}", (Graft, head), body))
+    _convert_as(family_named(family_name), head, made)
+    return made
+
+
+def _convert_as(family: Family, head: Any, made: type) -> None:
+    """Have the loader rename checkpoints for our class as for the family's: it goes by the class's name, or by
+    model_type in transformers' own classes."""
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
+    renamings = get_checkpoint_conversion_mapping(head.__name__)
+    if renamings is None and head is family.head_classes().get("AutoModel"):  # the others hold this one inside
+        renamings = get_checkpoint_conversion_mapping(family.name)
+    if renamings is not None:
+        register_checkpoint_conversion_mapping(made.__name__, renamings, overwrite=True)
 
 
 @functools.cache
@@ -39,7 +62,7 @@ def attention_class(family_name: str, mechanism: str) -> Any:
     """The mechanism's module, called as the family calls its attention; state-dict names are the mechanism's own."""
     family, info = family_named(family_name), mechanisms()[mechanism]
     name = f"{_PREFIX}{family.attention_class().__name__}_{mechanism}"
-    return type(name, (GraftedAttention, info.cls), {"__module__": __name__})
+    return _known(type(name, (GraftedAttention, info.cls), {"__module__": __name__}))
 
 
 @functools.cache
@@ -81,6 +104,8 @@ def _forward(head: type) -> Any:
 
 
 def __getattr__(name: str) -> type:
+    if name in _MADE:
+        return _MADE[name]
     if name.startswith(_PREFIX):
         rest, _, mechanism = name[len(_PREFIX) :].partition("_")
         for family in families().values():

@@ -27,7 +27,7 @@ FAMILY_ROTARY, OWN_ROTARY = "family", "own"
 def sentence(family: str) -> str:
     return (
         f"This folder holds a Headloom graft of a {family} model, whose attention has weights that other classes would "
-        "drop. Write `import headloom` and load it with AutoModelForCausalLM.from_pretrained"
+        "drop. Write `import headloom` and load it with an Auto class (AutoModelForCausalLM, AutoModel, ...)"
     )
 
 
@@ -61,7 +61,7 @@ class GraftConfig:
             "model_type": MODEL_TYPE,
             "family": family,
             "architectures": values.pop("architectures", None),
-            "hidden_size": sentence(family),
+            _width(family): sentence(family),
             "transformers_version": values.pop("transformers_version", None),
             MODEL_TYPE: graft,
             "backbone": values,
@@ -93,8 +93,13 @@ def flatten(values: dict[str, Any]) -> dict[str, Any]:
             f"config.json has format {values[MODEL_TYPE]['format']}, newer than {FORMAT}: update headloom"
         )
     flat = {**values["backbone"], "model_type": values.get("family"), MODEL_TYPE: values[MODEL_TYPE]}
-    outer = ("family", "backbone", "hidden_size", "model_type", MODEL_TYPE)
+    outer = ("family", "backbone", _width(values.get("family")), "model_type", MODEL_TYPE)
     return {**flat, **{k: v for k, v in values.items() if k not in outer}}
+
+
+def _width(family: Any) -> str:
+    """The family's own name for the hidden size, an int that its class checks."""
+    return family_named(family).config_class().attribute_map.get("hidden_size", "hidden_size")
 
 
 @functools.cache

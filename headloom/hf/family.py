@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from headloom.core.errors import HeadloomError
+from headloom.hf.layouts import Layout, Separate
+from headloom.hf.rope import FamilyRotary, from_parameters
 
 
 class Family(abc.ABC):
@@ -24,34 +26,70 @@ class Family(abc.ABC):
     name = ""
     """transformers' `model_type`."""
 
-    attention_name = "self_attn"
-    """The attribute of a layer that holds its attention."""
+    attention = ""
+    """The class of a layer's attention, in the family's modelling file."""
 
-    projections: ClassVar[dict[str, str]] = {
-        "q_proj": "q_proj",
-        "k_proj": "k_proj",
-        "v_proj": "v_proj",
-        "o_proj": "o_proj",
-    }
-    """Our projection -> the path of theirs inside the attention they come from."""
+    layers_path = "layers"
+    """Where the bare model keeps its layers."""
 
-    @abc.abstractmethod
-    def config_class(self) -> Any: ...
+    attention_path = "self_attn"
+    """Where a layer keeps its attention."""
 
-    @abc.abstractmethod
-    def attention_class(self) -> type:
-        """The class a layer's attention must have to be replaced (somebody else's replacement is refused)."""
+    layout: ClassVar[Layout] = Separate()
+    """How that attention holds q, k, v and o."""
 
-    @abc.abstractmethod
-    def head_classes(self) -> dict[str, type]:
-        """Auto class name -> the family's class with that head, for every head that can be grafted."""
+    rotary: ClassVar[type[FamilyRotary]] = FamilyRotary
+    """How its cosines and sines are rounded."""
 
-    @abc.abstractmethod
-    def layers(self, model: Any) -> nn.ModuleList: ...
+    passes_positions = True
+    """Whether the layers are told `position_ids`."""
+
+    refused: ClassVar[dict[str, str]] = {}
+    """model_type of relatives that cannot be grafted -> why, and what can."""
 
     @abc.abstractmethod
     def common(self, config: Any, index: int) -> dict[str, Any]:
-        """The mechanism-independent fields of `AttentionConfig` for layer `index`, from the family's config."""
+        """The mechanism-independent fields of `AttentionConfig` for layer `index`, from the family's config.
+
+        Raises HeadloomError for a config that asks for something we cannot repeat.
+        """
+
+    def config_class(self) -> Any:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[self.name]
+
+    def attention_class(self) -> type:
+        """The class a layer's attention must have to be replaced (somebody else's replacement is refused)."""
+        modelling = importlib.import_module(self.config_class().__module__.replace(".configuration_", ".modeling_"))
+        return getattr(modelling, self.attention)
+
+    @functools.cache  # noqa: B019  a family is made once
+    def head_classes(self) -> dict[str, type]:
+        """Auto class name -> the class with that head in the family's modelling file, as transformers' Auto classes
+        know them."""
+        from transformers.models.auto import modeling_auto
+
+        modelling, found = self.attention_class().__module__, {}
+        for name, auto in vars(modeling_auto).items():
+            head = auto._model_mapping.get(self.config_class(), None) if name.startswith("AutoModel") else None
+            if isinstance(head, type) and head.__module__ == modelling:
+                found[name] = head
+        return found
+
+    def layers(self, model: Any) -> nn.ModuleList:
+        """The layers of a model with or without a head."""
+        return model.base_model.get_submodule(self.layers_path)
+
+    def attention_of(self, layer: nn.Module) -> nn.Module:
+        return layer.get_submodule(self.attention_path)
+
+    def replace(self, layer: nn.Module, attention: nn.Module) -> None:
+        layer.set_submodule(self.attention_path, attention, strict=True)
+
+    def output_of(self, layer: nn.Module) -> Any:
+        """The projection that reads the concatenated heads, inside the attention or beside it."""
+        return getattr(self.attention_of(layer), str(self.layout.out))
 
     def own_config(
         self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]
@@ -63,6 +101,49 @@ class Family(abc.ABC):
         Raises HeadloomError for a family that is only grafted.
         """
         raise HeadloomError(f"models of family '{self.name}' are grafted, not built here: load one and use hl.graft")
+
+
+class Decoder(Family):
+    """What Llama and the families after it share: their config's names, rotary over whole heads, causality."""
+
+    def common(self, config: Any, index: int) -> dict[str, Any]:
+        rope_theta, rope_scaling = from_parameters(self.rope(config, index), config.max_position_embeddings)
+        bias = bool(getattr(config, "attention_bias", False))
+        return {
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_key_value_heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "causal": True,
+            "window": self.window(config, index),
+            "dropout": float(config.attention_dropout or 0.0),
+            "qkv_bias": bias,
+            "out_bias": bias,
+            "qk_norm": self.layout.norm,
+            "norm_eps": config.rms_norm_eps,
+            "rope_theta": rope_theta,
+            "rope_scaling": rope_scaling,
+        }
+
+    def window(self, config: Any, index: int) -> int | None:
+        """Where the config types its layers, the sliding ones have its window."""
+        return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
+
+    def rope(self, config: Any, index: int) -> dict[str, Any]:
+        return config.rope_parameters
+
+
+class Encoder(Family):
+    """What the encoders share: as many key/value heads as heads, which fill the width, and no causality."""
+
+    def common(self, config: Any, index: int) -> dict[str, Any]:
+        return {
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_attention_heads,
+            "head_dim": config.hidden_size // config.num_attention_heads,
+            "causal": False,
+        }
 
 
 @functools.cache
@@ -79,16 +160,20 @@ def families() -> dict[str, Family]:
 
 
 def family_named(name: Any) -> Family:
-    """The family of a `model_type`. Raises HeadloomError that says how to add one."""
+    """The family of a `model_type`. Raises HeadloomError that says what is missing and how to add one."""
     known = families()
-    if name not in known:
-        raise HeadloomError(
-            f"model family '{name}' is not known here. Known: {', '.join(sorted(known))}. "
-            "A family is one file in headloom/hf/families/ that says where its attention is and how its config reads"
-        )
-    return known[name]
+    if name in known:
+        return known[name]
+    for family in known.values():
+        if name in family.refused:
+            raise HeadloomError(f"a model of type '{name}' cannot be grafted: {family.refused[name]}")
+    raise HeadloomError(
+        f"model family '{name}' is not known here: nothing says where its attention is and how its config reads. "
+        f"Known: {', '.join(sorted(known))}. A family is one file in headloom/hf/families/ with a `Family`, which "
+        "gives its name, the class and the path of its attention, its layout and `common`"
+    )
 
 
 def attentions(family: Family, model: Any) -> list[nn.Module]:
     """The attention module of every layer, in order."""
-    return [getattr(layer, family.attention_name) for layer in family.layers(model)]
+    return [family.attention_of(layer) for layer in family.layers(model)]

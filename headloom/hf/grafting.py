@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from headloom.attention import layer_config, make_config, mechanisms
@@ -18,10 +17,16 @@ from headloom.hf.classes import grafted_class
 from headloom.hf.config import grafted_config
 from headloom.hf.family import Family, attentions, family_named
 from headloom.hf.model import Graft
-from headloom.hf.swap import compare, logits_of, new_attention, probe_batch, revert_on_error, swap
-
-# The largest difference of logits, relative to their range, that counts as rounding.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+from headloom.hf.swap import (
+    compare,
+    compared,
+    new_attention,
+    outputs_of,
+    reference_of,
+    revert_on_error,
+    swap,
+    tolerance,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +42,9 @@ class LayerChange:
 class GraftReport:
     """What a graft changed.
 
-    difference: largest absolute difference of the logits on a probe batch; relative: over the logits' range;
-    exact: whether it is within rounding of the model's type.
+    difference: largest absolute difference on a probe batch of what was `compared`: the logits, or the last hidden
+    states of a model whose head gives none for each token; relative: over their range; exact: whether it is within
+    rounding of the model's type.
     """
 
     changes: tuple[LayerChange, ...]
@@ -48,6 +54,7 @@ class GraftReport:
     difference: float
     relative: float
     exact: bool
+    compared: str = "logits"
 
     def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(change.mechanism for change in self.changes))
@@ -55,7 +62,8 @@ class GraftReport:
         kept = "its function is kept" if self.exact else "its function is NOT kept"
         return (
             f"{kinds} in {len(self.changes)} of {self.num_layers} layers; {self.parameters_added:,} parameters added "
-            f"({share:.2f} %); logits differ by {self.difference:.1e} ({self.relative:.1e} of their range): {kept}"
+            f"({share:.2f} %); {self.compared} differ by {self.difference:.1e} ({self.relative:.1e} of their range): "
+            f"{kept}"
         )
 
 
@@ -74,7 +82,7 @@ def graft(
         layers: all (None), "0-3,8", indices, or a mapping of these to a name or (name, options).
         allow_change: accept a graft that changes the model's outputs.
     Returns:
-        What changed, the parameters added, and the measured difference of the logits on a probe batch.
+        What changed, the parameters added, and the measured difference on a probe batch.
     Raises:
         HeadloomError: a model that cannot be grafted (already grafted, of an unknown family, on the meta device,
             quantized, or with somebody else's attention), layers out of range, sizes that do not fit, or a spec that
@@ -96,21 +104,20 @@ def graft(
             _check_exact(change, AttentionConfig(**family.common(model.config, change.index)))
     fresh = {index: new_attention(family, config, index, specs[index], old[index]) for index in plan}
     before = sum(p.numel() for p in model.parameters())
-    probe = probe_batch(model)
+    what, allowed = compared(family, model), tolerance(family, model)
     with revert_on_error(family, model):
-        reference = logits_of(model, probe)
+        probe, reference = reference_of(model, what)
         swap(family, model, config, fresh)
-        logits = logits_of(model, probe)
-        difference, relative = compare(reference, logits, probe["attention_mask"].bool())
-        exact = relative <= TOLERANCES.get(model.dtype, 2e-4)
+        difference, relative = compare(reference, outputs_of(model, probe, what), probe["attention_mask"].bool())
+        exact = relative <= allowed
         if not exact and not allow_change:
             names = ", ".join(dict.fromkeys(change.mechanism for change in changes))
             raise HeadloomError(
-                f"{names} as given changes the model: logits differ by {difference:.1e}, {relative:.1e} of their "
+                f"{names} as given changes the model: {what} differ by {difference:.1e}, {relative:.1e} of their "
                 "range. Leave out what is not the mechanism's own, or pass allow_change=True"
             )
     added = sum(p.numel() for p in model.parameters()) - before
-    return GraftReport(tuple(changes), len(old), before, added, difference, relative, exact)
+    return GraftReport(tuple(changes), len(old), before, added, difference, relative, exact, what)
 
 
 # ---- what may be grafted ------------------------------------------------------------------------------------------
@@ -139,11 +146,13 @@ def _check_attention(family: Family, attention: nn.Module, index: int) -> None:
         )
     if hasattr(attention, "_hf_hook"):
         raise HeadloomError("a model spread over devices by accelerate cannot be grafted: load it on one device")
-    for path in family.projections.values():
-        projection = attention.get_submodule(path)
-        if type(projection) is not nn.Linear:
+    kind = family.layout.plain_kind()
+    for name in family.layout.projections:
+        projection = attention.get_submodule(name)
+        if type(projection) is not kind:
             raise HeadloomError(
-                f"layer {index}'s {path} is a {type(projection).__name__}, not a plain Linear: graft before adapters"
+                f"layer {index}'s {name} is a {type(projection).__name__}, not a plain {kind.__name__}: "
+                "graft before adapters"
             )
 
 

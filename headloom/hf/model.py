@@ -36,11 +36,12 @@ class Graft:
         specs = layer_specs(config, self.family)
         if config._attn_implementation is None:
             config._attn_implementation = IMPLEMENTATION
-        with no_init_weights():  # the family's attention is built only to be replaced; initialised once, below
+        with no_init_weights():  # initialised once, below
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
             for index, (layer, spec) in enumerate(zip(self.family.layers(self), specs, strict=True)):
                 if spec is not None:
-                    setattr(layer, self.family.attention_name, make_attention(self.family, config, index, spec))
+                    old = self.family.attention_of(layer)
+                    self.family.replace(layer, make_attention(self.family, config, index, spec, old))
         self.keep_mixes_wide()
         self.post_init()  # type: ignore[attr-defined]
 
@@ -104,6 +105,8 @@ class Graft:
             self._check_whole()
         if found is not None:
             kwargs["documents"] = found
+        if not self.family.passes_positions and kwargs.get("position_ids") is not None:
+            kwargs["places"] = kwargs["position_ids"]  # under a name that goes down to the layers
         out = super().forward(**kwargs)  # type: ignore[misc]
         if packed:
             docs.mark(cache, out)

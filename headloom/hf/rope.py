@@ -1,18 +1,21 @@
 """Rotary scalings (linear, dynamic, yarn, longrope, llama3, ...) as transformers computes them.
 
 `headloom.ops.rotary` asks a provider for every scaled rotary embedding; `import headloom` registers `provide`. The
-frequencies are transformers' own, so a graft of a scaled model turns by exactly the original's angles.
+frequencies are transformers' own, so a graft of a scaled model turns by exactly the original's angles, and
+`FamilyRotary` repeats how a family rounds cosines and sines.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from headloom.core.errors import HeadloomError, unknown
+from headloom.ops.rotary import Rotary
 
 # What a scaling dict may carry that is not for the formula itself.
 _MAX_POSITIONS = "max_position_embeddings"
@@ -84,3 +87,37 @@ def to_parameters(rope_theta: float | None, rope_scaling: dict[str, Any] | None)
     values = {k: v for k, v in (rope_scaling or {}).items() if k != _MAX_POSITIONS}
     kind = values.pop("rope_type", None) or values.pop("type", None) or "default"
     return {"rope_type": kind, "rope_theta": 10000.0 if rope_theta is None else float(rope_theta), **values}
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyRotary(Rotary):
+    """A family's own turning: angles in float32, cos and sin in the type of what they turn.
+
+    Our own models keep wider tables; a graft must repeat the original's rounding to keep its function.
+    """
+
+    #: cos and sin are rounded to the model's type
+    rounded: ClassVar[bool] = True
+    #: the products are float32 at least
+    wide: ClassVar[bool] = False
+    #: what is turned is rounded to float32 first, float64 too
+    single: ClassVar[bool] = False
+
+    def tables(
+        self, positions: Tensor, dtype: torch.dtype, *, length: int | None = None, factor: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        frequencies, attention_factor = self._family_frequencies(length)
+        angles = positions.float().unsqueeze(-1) * frequencies.to(positions.device)
+        angles = torch.cat((angles, angles), -1)
+        scale = attention_factor if factor else 1.0
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        if self.rounded:
+            cos, sin = cos.to(dtype), sin.to(dtype)
+        last = torch.promote_types(dtype, torch.float32) if self.wide else dtype
+        return cos.to(last), sin.to(last)
+
+    def _family_frequencies(self, length: int | None) -> tuple[Tensor, float]:
+        if self.scaling is not None and self.scaling["rope_type"] != "default":
+            return provide(self.scaling, self.theta, self.dim, length)
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float) / self.dim
+        return 1.0 / (self.theta**exponents), 1.0

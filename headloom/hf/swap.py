@@ -16,20 +16,29 @@ from headloom.hf.family import Family, attentions
 from headloom.hf.masks import IMPLEMENTATION, register
 from headloom.ops.seeding import seeded_by_name
 
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+
 
 def new_attention(family: Family, config: Any, index: int, spec: Any, old: nn.Module) -> Any:
-    """The new attention on the old one's device and in its type, holding its projections."""
-    weight: Any = old.get_submodule(family.projections["q_proj"]).weight
-    with in_width_of(weight.dtype):
-        new = make_attention(family, config, index, spec).to(weight.device)
-        for ours, theirs in family.projections.items():
-            _take(new, ours, old.get_submodule(theirs), index)
+    """The new attention on the old one's device and in its type, holding its modules."""
+    layout = family.layout
+    weight: Any = old.get_submodule(layout.inputs[0]).weight
+    with in_width_of(weight.dtype), weight.device:
+        new = make_attention(family, config, index, spec, old)
+        if new.base is not layout:
+            for name in layout.projections:
+                _take(new, name, old.get_submodule(name), index)
         with seeded_by_name(new, index):  # the same graft twice is the same graft
             new.reset_heads()
-    new.to(dtype=weight.dtype)
+    new.training = old.training
+    shared = set(old.modules())
+    for parameter in new.parameters(recurse=False):
+        parameter.data = parameter.data.to(weight.dtype)
     for module in new.modules():
+        if module not in shared and module is not new:
+            module.to(dtype=weight.dtype).train(old.training)
         module._is_hf_initialized = True
-    return new.train(old.training)
+    return new
 
 
 @torch.no_grad()
@@ -69,7 +78,7 @@ def swap(family: Family, model: Any, config: Any, fresh: dict[int, nn.Module]) -
     register()
     layers = family.layers(model)
     for index, attention in fresh.items():
-        setattr(layers[index], family.attention_name, attention)
+        family.replace(layers[index], attention)
     model.__class__ = grafted_class(model)
     _give_config(model, model.config, config)
     config._attn_implementation_internal = IMPLEMENTATION
@@ -98,7 +107,7 @@ def revert_on_error(family: Family, model: Any) -> Iterator[None]:
             _give_config(model, model.config, config)
         model._keep_in_fp32_modules_strict = wide
         for layer, attention in zip(family.layers(model), old, strict=True):
-            setattr(layer, family.attention_name, attention)
+            family.replace(layer, attention)
         raise
 
 
@@ -106,27 +115,61 @@ def revert_on_error(family: Family, model: Any) -> Iterator[None]:
 def probe_batch(model: Any) -> dict[str, Tensor]:
     """Two rows of random tokens, the second one left-padded."""
     config, device = model.config, model.get_input_embeddings().weight.device
-    T = min(24, getattr(config, "max_position_embeddings", 24))
+    T = min(24, getattr(config, "max_position_embeddings", 48) // 2)  # some families count positions from an offset
     ids = torch.randint(config.vocab_size, (2, T), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, T, dtype=torch.long)
     mask[1, : T // 3] = 0
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
+def compared(family: Family, model: Any) -> str:
+    """What a graft compares: "logits", or "last hidden states" for heads that give none for each token."""
+    heads = family.head_classes()
+    wordy = [heads.get(name) for name in ("AutoModelForCausalLM", "AutoModelForMaskedLM")]
+    return "logits" if type(model) in wordy else "last hidden states"
+
+
 @torch.no_grad()
-def logits_of(model: Any, probe: dict[str, Tensor]) -> Tensor:
+def outputs_of(model: Any, probe: dict[str, Tensor], what: str) -> Tensor:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        return model(**probe, use_cache=False).logits
+        if what == "logits":
+            return model(**probe, use_cache=False).logits
+        return model.base_model(**probe, use_cache=False).last_hidden_state
     finally:
         for module in training:
             module.training = True
 
 
-def compare(reference: Tensor, logits: Tensor, real: Tensor) -> tuple[float, float]:
+def reference_of(model: Any, what: str) -> tuple[dict[str, Tensor], Tensor]:
+    """A probe batch and what the model makes of it.
+
+    transformers' eager attention gives NaN for padding in float64: then the row without padding alone is compared.
+    """
+    probe = probe_batch(model)
+    for rows in (2, 1):
+        probe = {name: values[:rows] for name, values in probe.items()}
+        reference = outputs_of(model, probe, what)
+        if bool(reference[probe["attention_mask"].bool()].isfinite().all()):
+            return probe, reference
+    raise HeadloomError(f"this model's own {what} on a probe batch are not finite: nothing can be compared with them")
+
+
+def tolerance(family: Family, model: Any) -> float:
+    """The largest difference, relative to the range, that counts as rounding.
+
+    A family may compute in float32 inside a float64 model: eager attention its softmax, some their rotation.
+    """
+    dtype = model.dtype
+    if dtype == torch.float64 and (model.config._attn_implementation == "eager" or family.rotary.single):
+        dtype = torch.float32
+    return TOLERANCES.get(dtype, TOLERANCES[torch.float32])
+
+
+def compare(reference: Tensor, got: Tensor, real: Tensor) -> tuple[float, float]:
     """(largest difference, that over the reference's range) on real tokens."""
-    wanted, got = reference[real].double(), logits[real].double()
+    wanted, got = reference[real].double(), got[real].double()
     difference = float((wanted - got).abs().max())
     spread = float(wanted.max() - wanted.min())
     if not difference < float("inf"):

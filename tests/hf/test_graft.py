@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, StableLmConfig, StableLmForCausalLM
 
 from headloom.attention import mechanisms
 from headloom.core.errors import HeadloomError
@@ -232,10 +232,17 @@ def refused(make):
         with torch.device("meta"):
             return LlamaForCausalLM(make().config)
 
-    def mistral():
-        return MistralForCausalLM(
-            MistralConfig(vocab_size=11, hidden_size=8, intermediate_size=9, num_hidden_layers=1, num_attention_heads=2)
+    def unknown():
+        return StableLmForCausalLM(
+            StableLmConfig(
+                vocab_size=11, hidden_size=8, intermediate_size=9, num_hidden_layers=1, num_attention_heads=2
+            )
         )
+
+    def headed():
+        model = make()
+        model.__class__ = type("LlamaForSomething", (LlamaForCausalLM,), {})
+        return model
 
     iha = {"name": "iha", "pseudo_heads": 2}
     return {
@@ -244,12 +251,8 @@ def refused(make):
         "adapted": (adapted, iha, "layer 1's q_proj is a Sequential"),
         "quantized": (quantized, iha, "a quantized model cannot be grafted"),
         "meta": (meta, iha, "meta device"),
-        "family": (mistral, iha, "model family 'mistral' is not known here. Known: llama"),
-        "inner": (
-            lambda: make().model,
-            iha,
-            "LlamaModel cannot be grafted. Of family 'llama' these can: LlamaForCausalLM",
-        ),
+        "family": (unknown, iha, "model family 'stablelm' is not known here: nothing says .* A family is one file in"),
+        "head": (headed, iha, "LlamaForSomething cannot be grafted. Of family 'llama' these can: LlamaForCausalLM"),
         "module": (lambda: torch.nn.Linear(2, 2), iha, "graft takes a transformers model, not a Linear"),
         "range": (make, {**iha, "layers": "0-3,8"}, "layer 3 does not exist: the model has 3 layers, 0 to 2"),
         "word": (make, {**iha, "layers": "all"}, "layers 'all' cannot be read"),

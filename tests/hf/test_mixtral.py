@@ -147,7 +147,7 @@ def test_layers_with_windows_of_their_own(routed, ids):
         ({"experts": 0}, "experts must be an int of at least 1, not 0"),
         ({"experts": 2, "experts_per_token": 3}, "experts_per_token must be from 1 to the number of experts 2, not 3"),
         ({"family": "llama", "experts": 5}, "a llama model has one feed-forward a layer, came experts=5"),
-        ({"family": "mixtrall"}, "model family 'mixtrall' is not known here. Known: llama, mixtral"),
+        ({"family": "mixtrall"}, "model family 'mixtrall' is not known here"),
     ],
 )
 def test_experts_that_do_not_fit(changes, message):

@@ -5,50 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from headloom.core.errors import HeadloomError
-from headloom.hf.family import Family
-from headloom.hf.rope import from_parameters
+from headloom.hf.family import Decoder
 
 
-class Llama(Family):
+class Llama(Decoder):
     name = "llama"
+    attention = "LlamaAttention"
 
-    def config_class(self) -> Any:
-        from transformers.models.llama.configuration_llama import LlamaConfig
-
-        return LlamaConfig
-
-    def attention_class(self) -> type:
-        from transformers.models.llama.modeling_llama import LlamaAttention
-
-        return LlamaAttention
-
-    def head_classes(self) -> dict[str, type]:
-        from transformers.models.llama.modeling_llama import LlamaForCausalLM
-
-        return {"AutoModelForCausalLM": LlamaForCausalLM}
-
-    def layers(self, model: Any) -> nn.ModuleList:
-        return model.model.layers
-
-    def common(self, config: Any, index: int) -> dict[str, Any]:
-        rope_theta, rope_scaling = from_parameters(config.rope_parameters, config.max_position_embeddings)
-        return {
-            "hidden_size": config.hidden_size,
-            "num_heads": config.num_attention_heads,
-            "num_kv_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
-            "causal": True,
-            "window": None,
-            "dropout": float(config.attention_dropout or 0.0),
-            "qkv_bias": getattr(config, "attention_bias", False),
-            "out_bias": getattr(config, "attention_bias", False),
-            "norm_eps": config.rms_norm_eps,
-            "rope_theta": rope_theta,
-            "rope_scaling": rope_scaling,
-        }
+    def window(self, config: Any, index: int) -> int | None:
+        return None  # a window in the config is ours and tells transformers' cache alone
 
     def own_config(
         self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]

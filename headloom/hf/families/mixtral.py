@@ -10,31 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.families.llama import Llama
+from headloom.hf.family import Decoder
 
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2  # as published
 
 
-class Mixtral(Llama):
+class Mixtral(Decoder):
     name = "mixtral"
+    attention = "MixtralAttention"
 
-    def config_class(self) -> Any:
-        from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-
-        return MixtralConfig
-
-    def attention_class(self) -> type:
-        from transformers.models.mixtral.modeling_mixtral import MixtralAttention
-
-        return MixtralAttention
-
-    def head_classes(self) -> dict[str, type]:
-        from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-
-        return {"AutoModelForCausalLM": MixtralForCausalLM}
-
-    def common(self, config: Any, index: int) -> dict[str, Any]:
-        return {**super().common(config, index), "window": config.sliding_window}
+    def window(self, config: Any, index: int) -> int | None:
+        return config.sliding_window
 
     def own_config(
         self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]

@@ -1,0 +1,31 @@
+"""Gemma 3, the text model: q and k normalised per head, windows and rotary frequencies by the layer's type."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from headloom.hf.family import Decoder
+from headloom.hf.layouts import Separate
+
+
+class Gemma3(Decoder):
+    name = "gemma3_text"
+    attention = "Gemma3Attention"
+    layout = Separate(norm="head")
+    refused: ClassVar[dict[str, str]] = {
+        "gemma3": "image tokens see each other both ways, by masks of its own. Load the text model alone "
+        "(AutoModelForCausalLM of a 'gemma3_text' checkpoint)"
+    }
+
+    def common(self, config: Any, index: int) -> dict[str, Any]:
+        return {
+            **super().common(config, index),
+            "causal": not config.use_bidirectional_attention,
+            "scale": config.query_pre_attn_scalar**-0.5,  # no soft-cap: its attention does not apply the config's
+        }
+
+    def rope(self, config: Any, index: int) -> dict[str, Any]:
+        return config.rope_parameters[config.layer_types[index]]
+
+
+FAMILY = Gemma3()

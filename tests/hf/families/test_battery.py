@@ -1,0 +1,267 @@
+"""What holds for a graft of every family: its function, padding, packing, generation, training, folders."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers.models.auto import modeling_auto
+
+from headloom.hf import graft
+
+SPECS = {
+    "carrier": ("iha", {"pseudo_heads": 2}),
+    "virtual": ("iha", {"pseudo_heads": 3, "order": "virtual"}),
+    "identity": ("iha", {"pseudo_heads": 2, "init": "identity"}),
+    "sas": ("sas", {"simulated_heads": 8, "kernel_size": 3}),
+    "sas-base": ("sas", {"simulated_heads": 8, "cache": "base"}),
+    "talking": ("talking_heads", {}),
+}
+IHA = SPECS["carrier"]
+
+
+def logits(model, x, **kwargs):
+    with torch.no_grad():
+        return model(x, **kwargs, use_cache=False).logits
+
+
+def alone(model, x, mask, encoder):
+    """Each row of a padded batch by itself, its tokens at the places they have in the batch."""
+    rows = []
+    for ids, real in zip(x, mask.bool(), strict=True):
+        places = {} if encoder else {"position_ids": torch.arange(len(ids))[real][None]}
+        rows.append(logits(model, ids[real][None], **places)[0])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "plain"])
+def test_the_function_is_kept(base, batch, near, slack, encoder, plain, spec):
+    mechanism, options = SPECS.get(spec, plain)
+    x, mask = batch
+    model = base()
+    whole, rows = logits(model, x), alone(model, x, mask, encoder)
+    report = graft(model, mechanism, **options)
+    assert report.exact and report.relative <= slack and report.compared == "logits"
+    near(logits(model, x), whole)
+    near(logits(model, x, attention_mask=mask)[mask.bool()], rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", ["carrier", "sas"])
+def test_in_the_models_type(base, batch, near, spec, dtype):
+    x, mask = batch
+    model = base(dtype=dtype)
+    before = logits(model, x, attention_mask=mask)
+    report = graft(model, SPECS[spec][0], **SPECS[spec][1])
+    assert report.exact and model.dtype == dtype
+    near(logits(model, x, attention_mask=mask)[mask.bool()], before[mask.bool()], 2e-4 if dtype.itemsize > 2 else 5e-2)
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_packed_documents_are_apart(base, name, encoder, near, layers):
+    """As rows of their own in the original; decoders also as transformers packs them itself."""
+    x = torch.randint(3, 37, (1, 13), generator=torch.Generator().manual_seed(2))
+    places = torch.cat((torch.arange(6), torch.arange(7)))[None]
+    documents = (torch.arange(13) >= 6).long()[None]
+    if name == "roberta":
+        places = places + 1  # its positions start behind the padding token's id
+    model = base()
+    rows = torch.cat((logits(model, x[:, :6]), logits(model, x[:, 6:])), 1)
+    if not encoder:
+        near(logits(model, x, position_ids=places), rows)
+    graft(model, IHA[0], layers=layers, **IHA[1])
+    near(logits(model, x, position_ids=places), rows)
+    near(logits(model, x, position_ids=places, documents=documents), rows)
+    assert (logits(model, x) - rows).abs().max() > 1e-3
+    if name in ("gpt2", "bert", "roberta"):
+        return  # learned positions are absolute
+    near(logits(model, x, documents=documents), rows, 1e-6)
+
+
+@pytest.mark.parametrize("spec", ["carrier", "sas", "sas-base"])
+@pytest.mark.parametrize("layers", [None, 1])
+def test_generation(base, batch, encoder, spec, layers):
+    if encoder:
+        with pytest.raises(Exception, match="generate"):
+            base().generate(batch[0])
+        return
+    x, mask = batch
+    model = base(dtype=torch.float32)
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+    before = model.generate(x, **settings)
+    graft(model, SPECS[spec][0], layers=layers, **SPECS[spec][1])
+    assert torch.equal(model.generate(x, **settings), before)
+    assert torch.equal(model.generate(x, **settings, use_cache=False), before)
+
+
+def test_a_partial_graft_keeps_the_others(base, family, batch, encoder, near):
+    x, mask = batch
+    model = base()
+    whole, rows = logits(model, x), alone(model, x, mask, encoder)
+    graft(model, IHA[0], layers=1, **IHA[1])
+    kinds = [type(family.attention_of(layer)) for layer in family.layers(model)]
+    own = family.attention_class()
+    assert [kind is own for kind in kinds] == [True, False, True]
+    near(logits(model, x), whole)
+    near(logits(model, x, attention_mask=mask)[mask.bool()], rows)
+
+
+def test_the_modules_stay_the_same(base, family):
+    model = base()
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    config, modules = model.config, dict(model.named_modules())
+    attentions = tuple(path for path, module in modules.items() if type(module) is family.attention_class())
+    graft(model, IHA[0], **IHA[1])
+    after = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    assert before.items() <= after.items()
+    mixes = {name.rpartition(".")[0].rpartition(".")[2] for name in after.keys() - before.keys()}
+    assert mixes == {"q_mix", "k_mix", "v_mix", "out_mix"}
+    now = dict(model.named_modules())
+    assert all(path.startswith(attentions) for path, module in modules.items() if now.get(path) is not module)
+    assert config is not model.config and type(config) is family.config_class()
+
+
+def test_hidden_states(base, batch):
+    x, mask = batch
+    model, other = base(dtype=torch.float32).requires_grad_(False), base(dtype=torch.float32).requires_grad_(False)
+    before = model(x, attention_mask=mask, output_hidden_states=True).hidden_states
+    for grafted in (model, other):  # with the hooks installed before the graft, and after it
+        graft(grafted, IHA[0], **IHA[1])
+        after = grafted(x, attention_mask=mask, output_hidden_states=True).hidden_states
+        assert len(after) == len(before) == 4
+        for new, old in zip(after, before, strict=True):
+            torch.testing.assert_close(new[mask.bool()], old[mask.bool()], rtol=0, atol=1e-4 * float(old.abs().max()))
+
+
+@pytest.mark.parametrize("spec", ["carrier", "sas"])
+def test_a_folder_comes_back(base, family, batch, spec, tmp_path):
+    x, mask = batch
+    model = base(dtype=torch.float32)
+    graft(model, SPECS[spec][0], layers="0-1", **SPECS[spec][1])
+    with torch.no_grad():
+        for attention in model.grafted():
+            for name, parameter in attention.named_parameters():
+                if "mix" in name or "head" in name:
+                    parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        written = set(file.keys())
+    assert not written & set(model.all_tied_weights_keys)
+    assert {key for key in written if "_mix" in key or "head_q" in key}
+    auto = {cls: auto for auto, cls in family.head_classes().items()}[type(base())]
+    back, info = getattr(modeling_auto, auto).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and type(back) is type(model)
+    own, loaded = model.state_dict(), back.state_dict()
+    assert list(own) == list(loaded) and all(torch.equal(own[key], loaded[key]) for key in own)
+    if back._can_set_experts_implementation():
+        back.set_experts_implementation("eager")
+    torch.testing.assert_close(logits(back, x, attention_mask=mask), logits(model, x, attention_mask=mask))
+    for cls in (type(base()), family.head_classes()["AutoModel"]):
+        with pytest.raises(Exception, match=rf"Headloom graft of a {family.name} model.*import headloom"):
+            cls.from_pretrained(tmp_path)
+
+
+def test_every_head(base, family, tmp_path):
+    """Whatever transformers' Auto classes know of the family can be grafted, saved and loaded by that Auto class."""
+    seen = {}
+    for auto, cls in family.head_classes().items():
+        model = base(auto, dtype=torch.float32)
+        assert type(model) is cls
+        report = graft(model, IHA[0], **IHA[1])
+        assert report.exact, auto
+        seen[cls.__name__] = report.compared
+        folder = tmp_path / auto
+        model.save_pretrained(folder)
+        back = getattr(modeling_auto, auto).from_pretrained(folder)
+        assert type(back) is type(model) and type(back).__name__ == f"Headloom{cls.__name__}"
+        assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in model.state_dict().items())
+    wordy = [name for name, compared in seen.items() if compared == "logits"]
+    assert wordy and all("LM" in name for name in wordy) and "last hidden states" in seen.values()
+
+
+@pytest.mark.parametrize("spec", ["carrier", "identity", "sas"])
+def test_a_base_checkpoint_loads_into_the_graft_class(base, graft_class, batch, near, encoder, spec, tmp_path):
+    """The loader leaves no memory uninitialised: mixes are what the init says and the logits the base's."""
+    x, mask = batch
+    base().save_pretrained(tmp_path)
+    model = type(base()).from_pretrained(tmp_path)
+    mechanism, options = SPECS[spec]
+    options = {"order": "token", "phase": "token", "init": "carrier", **options} if mechanism == "iha" else {
+        "init": "identity", **options
+    }  # fmt: skip
+    layers = [{"mechanism": mechanism, "options": options}] * 3
+    back = graft_class().from_pretrained(tmp_path, headloom={"layers": layers}).eval()
+    if back._can_set_experts_implementation():
+        for loaded in (model, back):
+            loaded.set_experts_implementation("eager")
+    assert back.dtype == torch.float64
+    near(logits(back, x, attention_mask=mask)[mask.bool()], alone(model, x, mask, encoder))
+    own = back.state_dict()
+    assert all(torch.equal(tensor, own[key]) for key, tensor in model.state_dict().items())
+    if mechanism == "iha":
+        attention = back.grafted()[2]
+        eye = torch.eye(4, dtype=torch.float64)
+        assert torch.equal(attention.q_mix.weight[:, 1], eye)
+        apart = attention.v_mix.weight - attention.v_mix.weight.mean(1, keepdim=True)
+        assert 0.1 < apart.std() < 0.5
+
+
+def test_gradient_checkpointing(base, batch):
+    x, mask = batch
+    model = base().train()
+    graft(model, IHA[0], **IHA[1])
+    grads = []
+    for on in (False, True):
+        if on:
+            model.activation_checkpointing_enable()
+        model.zero_grad()
+        model(x, attention_mask=mask, labels=x).loss.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert any("q_mix" in name for name in grads[0]) and grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-6, atol=1e-9)
+
+
+def test_pseudo_heads_do_not_stay_copies(base, batch):
+    x, _ = batch
+    model = base().train()
+    graft(model, IHA[0], **IHA[1])
+    start = {n: p.detach().clone() for n, p in model.named_parameters() if "q_mix" in n or "k_mix" in n}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(x, labels=x).loss.backward()
+        optimizer.step()
+    for name, before in start.items():
+        update = model.get_parameter(name).detach() - before
+        apart = update - update.mean(1, keepdim=True)
+        assert apart.norm() > 1e-3 * update.norm() > 0, name
+
+
+def test_layouts_read_and_write(base, family):
+    """`weights` are what `project` multiplies by; `write` puts others in their place."""
+    model = base()
+    graft(model, IHA[0], **IHA[1])
+    attention, layout = model.grafted()[1], family.layout
+    H, G = attention.config.num_heads, attention.config.num_kv_heads
+    x = torch.randn(2, 3, 24, dtype=torch.float64)
+
+    def check():
+        found = layout.weights(attention)
+        assert set(found) == ({"q", "k", "v"} if layout.out is None else {"q", "k", "v", "o"})
+        for (letter, heads), part in zip((("q", H), ("k", G), ("v", G)), layout.split(attention, x), strict=True):
+            weight, bias = found[letter]
+            out = torch.nn.functional.linear(x, weight, bias)
+            torch.testing.assert_close(part, out.unflatten(-1, (heads, -1)))
+        return found
+
+    before = check()
+    output = family.output_of(family.layers(model)[1])
+    assert output.weight.shape[0] == 24
+    for letter, (weight, bias) in before.items():
+        changed = torch.randn(weight.shape, dtype=torch.float64)
+        layout.write(attention, letter, changed, None if bias is None else changed[:, 0])
+        after = check()
+        assert torch.equal(after[letter][0], changed)
+        assert bias is None or torch.equal(after[letter][1], changed[:, 0])
+    if bias is not None:
+        layout.write(attention, "q", before["q"][0])
+        assert not check()["q"][1].any() if before["q"][1] is not None else True

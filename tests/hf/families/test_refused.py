@@ -1,0 +1,130 @@
+"""Bad input, for every family: a clear error, and the model exactly as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+from headloom.core.errors import HeadloomError
+from headloom.hf import graft
+
+
+class Wrapped(nn.Module):
+    """As an adapter wraps a projection."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight = inner, inner.weight
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def already(model, family):
+    graft(model, "talking_heads", layers=0)
+
+
+def replaced(model, family):
+    attention = family.attention_of(family.layers(model)[1])
+    attention.__class__ = type("Flashy", (type(attention),), {})
+
+
+def adapted(model, family):
+    attention, name = family.attention_of(family.layers(model)[1]), family.layout.inputs[0]
+    setattr(attention, name, Wrapped(getattr(attention, name)))
+
+
+def subclassed(model, family):
+    attention, name = family.attention_of(family.layers(model)[1]), family.layout.inputs[0]
+    projection = getattr(attention, name)
+    projection.__class__ = type("Quantised", (type(projection),), {})
+
+
+def quantized(model, family):
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+
+
+def broken(model, family):
+    next(iter(family.layers(model)[0].parameters())).data.fill_(float("nan"))
+
+
+def nothing(model, family):
+    pass
+
+
+IHA = {"name": "iha", "pseudo_heads": 2}
+CASES = {
+    "grafted": (already, IHA, "already grafted"),
+    "replaced": (replaced, IHA, "layer 1's attention is a Flashy, not .*'s own"),
+    "adapted": (adapted, IHA, "layer 1's .* is a Wrapped, not a plain (Linear|Conv1D): graft before adapters"),
+    "subclassed": (subclassed, IHA, "layer 1's .* is a Quantised, not a plain"),
+    "quantized": (quantized, IHA, "a quantized model cannot be grafted"),
+    "range": (nothing, {**IHA, "layers": "0-3"}, "layer 3 does not exist: the model has 3 layers"),
+    "sizes": (nothing, {"name": "sas", "simulated_heads": 6}, "simulated_heads must be a multiple of num_heads 4"),
+    "base": (nothing, {"name": "mla", "allow_change": True}, "layer 0: mla cannot stand|base 'mla' has as many"),
+    "kv": (nothing, {"name": "gqa", "num_kv_heads": 1, "allow_change": True}, "layer 0"),
+    "window": (nothing, {**IHA, "window": 7}, "iha with window=7 does not start as"),
+    "inexact": (nothing, {**IHA, "init": "normal"}, "init=normal does not start as"),
+    "broken": (broken, IHA, "outputs|own logits on a probe batch are not finite"),
+}
+
+
+def seen(model):
+    """Everything that could have been touched: class, config, modules, tensors, modes."""
+    tensors = {key: (id(tensor), tensor.data_ptr(), tensor.dtype) for key, tensor in model.named_parameters()}
+    modules = [(path, id(module), type(module), module.training) for path, module in model.named_modules()]
+    configs = [id(vars(module).get("config")) for module in model.modules()]
+    values = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    return (type(model), repr(model.config), tensors, modules, configs), values
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_is_left_as_it_was(base, family, case):
+    spoil, arguments, message = CASES[case]
+    model = base()
+    spoil(model, family)
+    family.layers(model)[2].train()
+    before, values = seen(model)
+    with pytest.raises(HeadloomError, match=message):
+        graft(model, **arguments)
+    after, now = seen(model)
+    assert after == before
+    assert all(torch.equal(now[key].nan_to_num(), tensor.nan_to_num()) for key, tensor in values.items())
+    if case in ("range", "sizes", "base", "kv", "window", "inexact"):
+        assert graft(model, **IHA).exact
+
+
+def test_a_change_that_is_found_late_is_taken_back(base, family, monkeypatch):
+    """The swap was done before the difference was measured."""
+    from headloom.attention import mechanisms
+
+    model = base()
+    before, _ = seen(model)
+    monkeypatch.setattr(mechanisms()["iha"].config_cls, "exact", True)
+    with pytest.raises(HeadloomError, match="iha as given changes the model: logits differ by"):
+        graft(model, **IHA, init="normal")
+    assert seen(model)[0] == before
+
+
+def test_meta(family, base):
+    with torch.device("meta"):
+        model = type(base())(base().config)
+    with pytest.raises(HeadloomError, match="meta device"):
+        graft(model, **IHA)
+
+
+def test_projections_that_a_family_lacks(base, name, family):
+    """Where q, k, v and o are Linears of their own by our names, a mechanism may bring others; elsewhere it says so."""
+    shared = family.common(base().config, 0)
+    itself = "gqa" if shared["num_kv_heads"] < shared["num_heads"] else "mha"
+    for arguments, problem in (
+        ({"name": itself, "projection": "bit"}, "projection 'bit' needs separate projections"),
+        ({"name": "sas", "simulated_heads": 8, "aggregate": "full"}, "wide together|o projection is"),
+    ):
+        model = base()
+        if family.layout.ours:
+            report = graft(model, **arguments, allow_change=True)
+            assert report.exact == (arguments["name"] == "sas")
+            assert model.grafted()[0].o_proj.weight.dtype == torch.float64
+        else:
+            with pytest.raises(HeadloomError, match=f"layer 0: .* cannot stand on {name}'s attention: .*({problem})"):
+                graft(model, **arguments, allow_change=True)
