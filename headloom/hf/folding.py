@@ -6,20 +6,19 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from headloom.attention.config import AttentionConfig
-from headloom.attention.folding import Linear, Plain
+from headloom.attention.folding import Plain
 from headloom.core.errors import HeadloomError
 from headloom.hf.adapter import GraftedAttention
 from headloom.hf.config import MODEL_TYPE, OWN_ROTARY
 from headloom.hf.family import Family, attentions
-from headloom.hf.grafting import TOLERANCES
 from headloom.hf.model import Graft
-from headloom.hf.swap import compare, logits_of, probe_batch
+from headloom.hf.swap import TOLERANCES, compare, compared, outputs_of, reference_of, tolerance
 
 # Fields of a config that a folded layer must share with its family's own; its sizes come from the weights.
 _SHARED = (
@@ -33,7 +32,7 @@ class FoldReport:
     """What a fold did.
 
     layers: those that were grafted. kv_heads_before, kv_heads: of every layer of the model; more of them widen the
-    cache. difference, relative: of the logits on a probe batch, as in `GraftReport`.
+    cache. difference, relative: of what was `compared` (logits, last hidden states) on a probe batch.
     """
 
     layers: tuple[int, ...]
@@ -41,6 +40,7 @@ class FoldReport:
     kv_heads: int
     parameters_before: int
     parameters: int
+    compared: str
     difference: float
     relative: float
 
@@ -51,8 +51,8 @@ class FoldReport:
             cache = f"{self.kv_heads} key/value heads instead of {self.kv_heads_before}: the cache is {ratio:g} times"
         return (
             f"{len(self.layers)} layers folded into plain weights; {cache}; {self.parameters:,} parameters, "
-            f"{self.parameters_before:,} before; logits differ by {self.difference:.1e} ({self.relative:.1e} of their "
-            "range)"
+            f"{self.parameters_before:,} before; {self.compared} differ by {self.difference:.1e} "
+            f"({self.relative:.1e} of their range)"
         )
 
 
@@ -67,34 +67,36 @@ def fold(model: Any) -> FoldReport:
             layer whose window or the like is not its family's. The model is then exactly as it was.
     """
     family = _check(model)
-    old = attentions(family, model)
-    grafted: dict[int, Any] = {
-        i: attention for i, attention in enumerate(old) if isinstance(attention, GraftedAttention)
-    }
+    layers, usual = family.layers(model), AttentionConfig(**family.common(model.config, 0))
+    grafted = [i for i, a in enumerate(attentions(family, model)) if isinstance(a, GraftedAttention)]
     with torch.no_grad():
-        plain = {index: attention.fold_into(_read(attention)) for index, attention in grafted.items()}
+        plain = {index: _plain(family, layers[index]) for index in grafted}
         shell = _shell(family, model, plain)
         kv_heads = AttentionConfig(**family.common(shell.config, 0)).num_kv_heads or 1
-        for index, (attention, target) in enumerate(zip(old, attentions(family, shell), strict=True)):
-            own = AttentionConfig(**family.common(model.config, index))
-            found = plain.get(index) or Plain(**_read(attention), num_kv_heads=own.num_kv_heads or 1)
-            _fill(target, attention, found, kv_heads)
-    before = AttentionConfig(**family.common(model.config, 0)).num_kv_heads or 1
-    parameters = sum(p.numel() for p in model.parameters())
-    # our own models keep wider tables of cos and sin than the family's float32
-    wide = torch.float32 if model.config.headloom.get("rotary") == OWN_ROTARY else model.dtype
-    tolerance = max(TOLERANCES.get(kind, 0) for kind in (torch.float64, wide, model.dtype))
-    probe = probe_batch(model)
-    reference = logits_of(model, probe)
-    with _exchanged(family, model, shell):
-        difference, relative = compare(reference, logits_of(model, probe), probe["attention_mask"].bool())
-        if not relative <= tolerance:
+        for index, (layer, target) in enumerate(zip(layers, family.layers(shell), strict=True)):
+            found = plain.get(index) or _plain(family, layer, usual.num_kv_heads)
+            _fill(family, target, found, kv_heads)
+            for name in () if family.layout.norm is None else ("q_norm", "k_norm"):
+                setattr(family.attention_of(target), name, getattr(family.attention_of(layer), name))
+    parameters, what = sum(p.numel() for p in model.parameters()), compared(family, shell)
+    allowed = tolerance(family, model)
+    if model.config.headloom.get("rotary") == OWN_ROTARY:  # our models keep wider tables of cos and sin than a family
+        allowed = max(allowed, TOLERANCES[torch.float32])
+    probe, reference = reference_of(model, what)
+    with _exchanged(
+        family, model, shell, turned=usual.head_dim != AttentionConfig(**family.common(shell.config, 0)).head_dim
+    ):
+        allowed = max(allowed, tolerance(family, model))
+        got, real = outputs_of(model, probe, what), probe["attention_mask"].bool()
+        rows = 2 if bool(got[real].isfinite().all()) else 1  # transformers' eager attention: NaN for padding in float64
+        difference, relative = compare(reference[:rows], got[:rows], real[:rows])
+        if not relative <= allowed:
             raise HeadloomError(
-                f"folding changes the logits by {difference:.1e}, {relative:.1e} of their range, more than rounding "
+                f"folding changes the {what} by {difference:.1e}, {relative:.1e} of their range, more than rounding "
                 f"in {model.dtype} explains: fold it in float32 and cast afterwards"
             )
     after = sum(p.numel() for p in model.parameters())
-    return FoldReport(tuple(grafted), before, kv_heads, parameters, after, difference, relative)
+    return FoldReport(tuple(grafted), usual.num_kv_heads or 1, kv_heads, parameters, after, what, difference, relative)
 
 
 # ---- what can be folded ---------------------------------------------------------------------------------------------
@@ -127,17 +129,21 @@ def _turned_share(config: AttentionConfig) -> float:
 
 
 # ---- plain layers ----------------------------------------------------------------------------------------------------
-def _read(attention: nn.Module) -> dict[str, Linear]:
-    """The projections there are, as (out, in) weights and biases."""
-    found = {letter: getattr(attention, f"{letter}_proj", None) for letter in "qkvo"}
-    return {letter: (linear.weight, linear.bias) for letter, linear in found.items() if linear is not None}
-
-
-def _write(attention: nn.Module, letter: str, weight: Any, bias: Tensor | None) -> None:
-    target = getattr(attention, f"{letter}_proj")
-    target.weight.copy_(weight)
-    if bias is not None:
-        target.bias.copy_(bias)
+def _plain(family: Family, layer: nn.Module, kv_heads: int | None = None) -> Plain:
+    """A layer's weights as plain attention: folded, or, where it was not grafted and has `kv_heads`, as they are."""
+    attention: Any = family.attention_of(layer)
+    if all(hasattr(attention, name) for name in family.layout.inputs):
+        found = family.layout.weights(attention, kv_heads)
+    else:  # a base of its own makes the queries
+        found = {
+            name: (p.weight, p.bias) for name in "kv" if (p := getattr(attention, f"{name}_proj", None)) is not None
+        }
+    out = family.output_of(layer)
+    found.setdefault("o", (out.weight, out.bias))
+    if isinstance(attention, GraftedAttention):
+        return attention.fold_into(found)  # type: ignore[attr-defined]
+    assert kv_heads is not None
+    return Plain(found["q"], found["k"], found["v"], found["o"], kv_heads)
 
 
 def _shell(family: Family, model: Any, plain: dict[int, Plain]) -> Any:
@@ -166,44 +172,50 @@ def _shell(family: Family, model: Any, plain: dict[int, Plain]) -> Any:
         return head(config).to(model.dtype).eval()
 
 
-def _fill(target: nn.Module, source: nn.Module, plain: Plain, kv_heads: int) -> None:
-    """The folded weights, and norms as they are, into a layer of `kv_heads` key/value heads."""
-    repeats = kv_heads // plain.num_kv_heads
+def _fill(family: Family, layer: nn.Module, plain: Plain, kv_heads: int) -> None:
+    """Write folded weights into an ordinary layer of `kv_heads` key/value heads."""
+    repeats, attention = kv_heads // plain.num_kv_heads, family.attention_of(layer)
 
     def repeated(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
+        if x is None or repeats == 1:
+            return x
         return x.unflatten(0, (plain.num_kv_heads, -1)).repeat_interleave(repeats, 0).flatten(0, 1)
 
-    for letter, (weight, bias) in {"q": plain.q, "o": plain.o}.items():
-        _write(target, letter, weight, bias)
-    for letter, (weight, bias) in {"k": plain.k, "v": plain.v}.items():
-        _write(target, letter, repeated(weight), repeated(bias))
-    for name in ("q_norm", "k_norm"):
-        if hasattr(target, name):
-            setattr(target, name, getattr(source, name))
+    family.layout.write(attention, "q", *plain.q, heads=kv_heads)
+    for name, (weight, bias) in {"k": plain.k, "v": plain.v}.items():
+        family.layout.write(attention, name, cast(Tensor, repeated(weight)), repeated(bias), heads=kv_heads)
+    if family.layout.out is not None:
+        family.layout.write(attention, "o", *plain.o, heads=kv_heads)
+    else:
+        family.output_of(layer).weight.copy_(plain.o[0])
 
 
 @contextlib.contextmanager
-def _exchanged(family: Family, model: Any, shell: Any) -> Iterator[None]:
-    """`model` takes over the shell's class, config, attentions and tables of positions; an error inside undoes it."""
+def _exchanged(family: Family, model: Any, shell: Any, *, turned: bool) -> Iterator[None]:
+    """`model` takes over the shell's class, config, attentions and, where heads have another width (`turned`), its
+    tables of positions. An error inside undoes it."""
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-    device, before = model.device, (type(model), model.config, model._keep_in_fp32_modules_strict)
-    swaps = [
-        (layer, family.attention_name, new.to(device).train(layer.training))
-        for layer, new in zip(family.layers(model), attentions(family, shell), strict=True)
-    ]
-    swaps += [
-        (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], module.to(device))
-        for path, module in shell.named_modules()
-        if "rotary" in path and not any(True for _ in module.parameters()) and any(True for _ in module.buffers())
-    ]
-    old = [getattr(parent, name) for parent, name, _ in swaps]
+    device, old = model.device, attentions(family, model)
+    before = type(model), model.config, model._keep_in_fp32_modules_strict
+    layers = list(zip(family.layers(model), family.layers(shell), strict=True))
+    swaps: list[tuple[Any, str, Any]] = []
+    if family.layout.out is None:
+        swaps += [(family.output_of(ours), "weight", family.output_of(new).weight) for ours, new in layers]
+    if turned:
+        swaps += [
+            (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], module)
+            for path, module in shell.named_modules()
+            if "rotary" in path
+        ]
+    held = [getattr(parent, name) for parent, name, _ in swaps]
     holders = [module for module in model.modules() if vars(module).get("config") is model.config]
+    shell.to(device)
     try:
-        for parent, name, module in swaps:
-            setattr(parent, name, module)
+        for ours, new in layers:
+            family.replace(ours, family.attention_of(new).train(ours.training))
+        for parent, name, value in swaps:
+            setattr(parent, name, value)
         model.__class__ = type(shell)
         for module in holders:
             module.config = shell.config
@@ -212,9 +224,11 @@ def _exchanged(family: Family, model: Any, shell: Any) -> Iterator[None]:
         yield
     except BaseException:
         model.__class__, config, model._keep_in_fp32_modules_strict = before
+        for (ours, _), attention in zip(layers, old, strict=True):
+            family.replace(ours, attention)
+        for (parent, name, _), value in zip(swaps, held, strict=True):
+            setattr(parent, name, value)
         for module in holders:
             module.config = config
-        for (parent, name, _), module in zip(swaps, old, strict=True):
-            setattr(parent, name, module)
         _CAN_RECORD_REGISTRY[model] = model._can_record_outputs
         raise

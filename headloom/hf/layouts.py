@@ -137,20 +137,23 @@ class Layout(GroupedBase, abc.ABC):
         return found
 
     @torch.no_grad()
-    def write(self, attn: Any, name: str, weight: Tensor, bias: Tensor | None = None) -> None:
+    def write(self, attn: Any, name: str, weight: Tensor, bias: Tensor | None = None, heads: int | None = None) -> None:
         """Put a plain weight (and bias) of "q", "k", "v" or "o" where the family keeps it.
 
-        A bias None is written as zeros where the family has one. Raises HeadloomError for a bias or a size that the
-        family has no place for; a Linear of its own takes another number of rows or columns.
+        attn and `heads` as for `weights`. A bias None is written as zeros where the family has one. Raises
+        HeadloomError for a bias or a size that the family has no place for; a Linear of its own takes another number
+        of rows or columns.
         """
         if name == "o" and self.out is None:
             raise HeadloomError("the output projection stands outside this family's attention")
         path, part = (self.out, 0) if name == "o" else self.parts(name)
         module: Any = getattr(attn, str(path))
+        heads = attn.config.num_kv_heads if heads is None else heads
+        assert heads is not None
         whole, whole_bias = self._plain(module)
         if bias is not None and whole_bias is None:
             raise HeadloomError(f"{path} has no bias to hold the one of {name}")
-        pieces = (whole,) if name == "o" else self.cut(whole, attn.config.num_kv_heads)
+        pieces = (whole,) if name == "o" else self.cut(whole, heads)
         if len(pieces) == 1 and weight.shape != whole.shape and not self.conv1d:
             rows, columns = weight.shape
             fresh = nn.Linear(columns, rows, bias=module.bias is not None, device=whole.device, dtype=whole.dtype)
@@ -162,15 +165,14 @@ class Layout(GroupedBase, abc.ABC):
             raise HeadloomError(
                 f"{name} {tuple(weight.shape)} does not fit into {path}, which holds {tuple(pieces[part].shape)}"
             )
-        whole.copy_(self._replaced(whole, part, weight, attn, name))
+        whole.copy_(self._replaced(whole, part, weight, heads, name))
         if whole_bias is not None:
             bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
-            whole_bias.copy_(self._replaced(whole_bias, part, bias, attn, name))
+            whole_bias.copy_(self._replaced(whole_bias, part, bias, heads, name))
 
-    def _replaced(self, whole: Tensor, part: int, rows: Tensor, attn: Any, name: str) -> Tensor:
+    def _replaced(self, whole: Tensor, part: int, rows: Tensor, heads: int, name: str) -> Tensor:
         if name == "o":
             return rows
-        heads = attn.config.num_kv_heads
         pieces = list(self.cut(whole, heads))
         pieces[part] = rows.to(whole)
         return self.join(tuple(pieces), heads)
