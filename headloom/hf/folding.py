@@ -149,6 +149,7 @@ def _plain(family: Family, layer: nn.Module, kv_heads: int | None = None) -> Pla
 def _shell(family: Family, model: Any, plain: dict[int, Plain]) -> Any:
     """An ordinary model of the family with the sizes of the folded layers and, as yet, nothing in it."""
     from transformers.initialization import no_init_weights
+    from transformers.modeling_utils import local_torch_dtype
 
     values = model.config.to_dict()
     del values[MODEL_TYPE]
@@ -168,8 +169,8 @@ def _shell(family: Family, model: Any, plain: dict[int, Plain]) -> Any:
     config._name_or_path = model.config._name_or_path
     config._experts_implementation_internal = model.config._experts_implementation
     head = next(head for head in family.head_classes().values() if issubclass(type(model), head))
-    with torch.random.fork_rng(devices=[]), no_init_weights():
-        return head(config).to(model.dtype).eval()
+    with torch.random.fork_rng(devices=[]), local_torch_dtype(model.dtype), no_init_weights():
+        return head(config).eval()
 
 
 def _fill(family: Family, layer: nn.Module, plain: Plain, kv_heads: int) -> None:
