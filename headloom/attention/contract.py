@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from headloom.attention.bases import BASES, Base
 from headloom.attention.config import AttentionConfig
+from headloom.attention.folding import Linear, Plain
 from headloom.core.errors import HeadloomError
 from headloom.ops import blocks
 from headloom.ops.cache import Cache, Seen
@@ -325,6 +326,11 @@ class Attention(nn.Module):
     def no_decay(self) -> list[str]:
         """Parameters (named from this module) that take no weight decay besides norms and biases: the mixes."""
         return [f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Mix)]
+
+    def fold_into(self, weights: Mapping[str, Linear]) -> Plain:
+        """The plain attention that computes the same, from the projections "q", "k", "v", "o". Override with
+        `AttentionConfig._folding`, which says when there is one."""
+        return Plain(weights["q"], weights["k"], weights["v"], weights["o"], self.config.num_kv_heads)
 
     def bits_were_packed(self) -> None:
         """`hl.pack_bits` replaced the projections: the config builds such a module again, for its state dict."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention
+from headloom.attention.folding import Folding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,9 @@ class GQAConfig(AttentionConfig):
 
     def _kv_heads(self) -> int:
         return max(1, self.num_heads // 4)
+
+    def _folding(self) -> Folding:
+        return Folding()
 
 
 class GQA(Attention):

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention
+from headloom.attention.folding import Folding, Linear, Plain, mix_inputs, mix_outputs
 from headloom.ops.cache import Seen
 from headloom.ops.mixing import Mix, mix_heads
 from headloom.ops.rotary import rotate
@@ -116,6 +117,22 @@ class IHAConfig(AttentionConfig):
         unturned = self.phase == "token" or self.rope_theta is None
         return unturned and (self.init == "carrier" or self.order == "token" or not self.causal)
 
+    def _folding(self) -> Folding:
+        H, G, P = self.num_heads, self.num_kv_heads, self.pseudo_heads
+        mixes = ["q_mix", "k_mix", "v_mix", *(["out_mix"] if self.collapse != "mean" else [])]
+        if P != 1:
+            why = f"{P} pseudo-heads a head attend to {P} pseudo-keys a token; plain attention has one of each"
+            return Folding(stays=dict.fromkeys(mixes, why))
+        if self.base not in ("gqa", "mha", "mqa"):
+            return Folding(stays=dict.fromkeys(mixes, f"base '{self.base}' has no projections of whole heads"))
+        wider = "" if G == H else f", of {H} key/value heads instead of {G}"
+        into = {"q_mix": "W_Q", "k_mix": f"W_K{wider}", "v_mix": f"W_V{wider}", "out_mix": "W_O"}
+        normed = {"q_mix", "k_mix"} if self.qk_norm is not None else set()
+        why = "the norm of queries and keys stands between it and the projection"
+        return Folding(
+            {mix: into[mix] for mix in mixes if mix not in normed}, {mix: why for mix in mixes if mix in normed}
+        )
+
 
 class IHA(Attention):
     """Interleaved Head Attention: P pseudo-heads per head, interleaved in the sequence."""
@@ -155,8 +172,9 @@ class IHA(Attention):
         if c.init == "carrier":
             for p in range(P - 1):
                 self.q_mix.weight[:, p] = heads.roll(-1 - p, dims=0)  # head h reads head (h + 1 + p) mod H
-            last = torch.eye(P, device=heads.device, dtype=heads.dtype)[P - 1]
-            self.out_mix.weight.copy_(heads[..., None] * last if c.collapse == "full" else last.expand(H, P))
+            if c.collapse != "mean":  # P = 1: the mean of one
+                last = torch.eye(P, device=heads.device, dtype=heads.dtype)[P - 1]
+                self.out_mix.weight.copy_(heads[..., None] * last if c.collapse == "full" else last.expand(H, P))
         elif c.collapse != "mean":
             # a mix over one head's pseudo-queries must have some negative weights, or it only averages
             std = c.init_std if c.collapse == "full" else max(c.init_std, 1 / P)
@@ -209,6 +227,18 @@ class IHA(Attention):
             return (out * self.out_mix.weight[:, None, :, None].to(out.dtype)).sum(3)
         weight = self.out_mix.weight.transpose(1, 2).flatten(1)  # (H, P H)
         return mix_heads(weight, out.permute(0, 3, 1, 2, 4).flatten(1, 2))
+
+    def fold_into(self, weights: Mapping[str, Linear]) -> Plain:
+        """P = 1: every mix is one matrix over heads. The folded attention has H key/value heads."""
+        o = weights["o"]
+        if self.config.collapse != "mean":
+            out = self.out_mix.weight.squeeze(-1)  # (H, H), or (H,)
+            o = mix_inputs(out if out.ndim == 2 else out.diag(), o)
+        q, k, v = (
+            mix_outputs(mix.weight.squeeze(1), weights[letter])
+            for letter, mix in (("q", self.q_mix), ("k", self.k_mix), ("v", self.v_mix))
+        )
+        return Plain(q, k, v, o, self.config.num_heads)
 
     def _mixed(self, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return self.base.mixed(self, slots, self._rows(self.k_mix), self._rows(self.v_mix))

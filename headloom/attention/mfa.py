@@ -18,6 +18,7 @@ Parameters 3 D C + H C^2 + H C D. FLOPs O(T^2), the scores of H heads of width C
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from headloom.attention.bases import BASES, PROJECTIONS, Base
 from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention
+from headloom.attention.folding import Folding, Linear, Plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,9 @@ class MFAConfig(AttentionConfig):
     @property
     def exact(self) -> bool:
         return False
+
+    def _folding(self) -> Folding:
+        return Folding({"q_down and q_heads": f"W_Q, of {self.num_heads} heads of width {self.latent_dim}"})
 
     @classmethod
     def tiny(cls, **changes: Any) -> Self:
@@ -127,3 +132,11 @@ class MFA(Attention):
     paper = "arXiv:2412.19255"
     summary = "many wide query heads from two factors, one wide key and value head"
     config_cls = MFAConfig
+
+    def fold_into(self, weights: Mapping[str, Linear]) -> Plain:
+        return Plain(multiplied_queries(self), weights["k"], weights["v"], weights["o"], 1)
+
+
+def multiplied_queries(attn: Any) -> Linear:
+    """W_Q,h = Q_h S_q, float64."""
+    return attn.q_heads.weight.double() @ attn.q_down.weight.double(), attn.q_heads.bias

@@ -16,6 +16,7 @@ Parameters 2 D C + H C^2 + C^2 + C + H C D. FLOPs O(T^2), as mfa and 2 H C^2 a t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from headloom.attention.bases import BASES, PROJECTIONS
 from headloom.attention.contract import Attention
-from headloom.attention.mfa import MFABase, MFAConfig
+from headloom.attention.folding import Folding, Linear, Plain
+from headloom.attention.mfa import MFABase, MFAConfig, multiplied_queries
 from headloom.ops.cache import Seen
 from headloom.ops.mixing import Mix
 
@@ -35,6 +37,11 @@ class MFAKRConfig(MFAConfig):
     base: str = "mfa_kr"
 
     bases: ClassVar[tuple[str, ...]] = ("mfa_kr",)
+
+    def _folding(self) -> Folding:
+        if self.qk_norm is not None:
+            return Folding(stays={"v_proj and alpha": "the value is made from the key after its norm"})
+        return Folding({**super()._folding().folds, "v_proj and alpha": "W_V"})
 
 
 class KeyReuseBase(MFABase):
@@ -96,6 +103,14 @@ class MFAKR(Attention):
     def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
         k = seen.slots["k"]
         return self.turn(k, seen.positions_BS, length), k if self._linear else self.value(k)
+
+    def fold_into(self, weights: Mapping[str, Linear]) -> Plain:
+        """W_V = (1 + alpha N) W_K."""
+        weight, bias = weights["k"]
+        N = self.v_proj.weight.double()
+        reuse = torch.eye(len(N), dtype=N.dtype, device=N.device) + self.alpha.weight.double()[:, None] * N
+        v = reuse @ weight.double(), None if bias is None else reuse @ bias.double()
+        return Plain(multiplied_queries(self), weights["k"], v, weights["o"], 1)
 
     def merge(self, out_BHTC: Tensor, x_BTD: Tensor) -> Tensor:
         return self.value(out_BHTC) if self._linear else out_BHTC

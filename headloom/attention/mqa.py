@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from headloom.attention.config import AttentionConfig
 from headloom.attention.contract import Attention
+from headloom.attention.folding import Folding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,9 @@ class MQAConfig(AttentionConfig):
     @classmethod
     def tiny(cls, **changes: Any) -> Self:
         return super().tiny(**{"num_heads": 3, "num_kv_heads": None, **changes})
+
+    def _folding(self) -> Folding:
+        return Folding()
 
 
 class MQA(Attention):

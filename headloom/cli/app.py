@@ -1,4 +1,4 @@
-"""The command line: `headloom compare`, `list`, `cost`, `bench`, `graft`, `generate`, `finetune`.
+"""The command line: `headloom compare`, `list`, `cost`, `bench`, `graft`, `fold`, `generate`, `finetune`.
 
 Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
 """
@@ -13,6 +13,7 @@ from headloom.cli.bench import bench
 from headloom.cli.compare import compare
 from headloom.cli.cost import cost
 from headloom.cli.finetune import finetune
+from headloom.cli.fold import fold
 from headloom.cli.generate import generate
 from headloom.cli.graft import graft
 from headloom.cli.list import list_mechanisms
@@ -30,6 +31,7 @@ app.command("list")(list_mechanisms)
 app.command("cost")(cost)
 app.add_typer(bench, name="bench")
 app.command("graft")(graft)
+app.command("fold")(fold)
 app.command("generate")(generate)
 app.command("finetune")(finetune)
 

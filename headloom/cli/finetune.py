@@ -36,6 +36,9 @@ def finetune(
     batch_size: Annotated[int, typer.Option(help="Rows of the context a step.")] = 4,
     accumulation_steps: Annotated[int, typer.Option(help="Cut a step's rows into so many passes, for memory.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after a tenth of the steps.")] = 1e-4,
+    mix_learning_rate: Annotated[
+        float | None, typer.Option(help="Peak rate of the graft's mixes, few and far from zero. Default: the same.")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each model; a seed orders the data.")] = 1,
     validation_bytes: Annotated[int, typer.Option(help="Held-out text, at most.")] = 2**16,
     limit_bytes: Annotated[int | None, typer.Option(help="Read at most so many bytes of text.")] = None,
@@ -68,6 +71,7 @@ def finetune(
                     batch_size=batch_size,
                     accumulation_steps=accumulation_steps,
                     learning_rate=learning_rate,
+                    mix_learning_rate=mix_learning_rate,
                     warmup_steps=steps // 10,
                     threads=threads,
                     dtype=dtype,
@@ -153,10 +157,10 @@ def show(found: dict[str, Any], out: Path) -> None:
         if arm["before"]["graft"]:
             to.print(arm["before"]["graft"], markup=False, soft_wrap=True)
     if set(found["arms"]) == {GRAFTED, UNGRAFTED}:
-        after = {
+        by_seed = {
             name: {run["seed"]: run["bits_per_byte"] for run in arm["runs"]} for name, arm in found["arms"].items()
         }
-        paired = paired_difference(after[GRAFTED], after[UNGRAFTED])
+        paired = paired_difference(by_seed[GRAFTED], by_seed[UNGRAFTED])
         noise = (
             "one seed: what is noise is not known"
             if paired.half_width is None

@@ -16,9 +16,11 @@ from headloom.hf.config import MODEL_TYPE, HeadloomConfig
 AutoConfig.register(MODEL_TYPE, HeadloomConfig, exist_ok=True)
 
 _LAZY = {
+    "FoldReport": "headloom.hf.folding",
     "GraftReport": "headloom.hf.grafting",
     "HFCache": "headloom.hf.cache",
     "build_model": "headloom.hf.build",
+    "fold": "headloom.hf.folding",
     "graft": "headloom.hf.grafting",
     "mix_names": "headloom.hf.groups",
     "no_decay_names": "headloom.hf.groups",
@@ -33,10 +35,12 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "FoldReport",
     "GraftReport",
     "HFCache",
     "HeadloomConfig",
     "build_model",
+    "fold",
     "graft",
     "mix_names",
     "no_decay_names",

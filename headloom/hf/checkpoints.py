@@ -139,7 +139,9 @@ def _auto_name(config: Any, source: str | Path, causal: bool) -> str:
     if saved and not named:
         known = ", ".join(sorted(head.__name__ for head in heads.values()))
         raise HeadloomError(f"'{source}' holds a {saved}. Of family '{config.model_type}' these are known: {known}")
-    return named[0] if named else next(iter(heads))
+    if named:
+        return named[0]
+    return "AutoModelForCausalLM" if is_causal(config) else "AutoModel"
 
 
 @contextlib.contextmanager

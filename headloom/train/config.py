@@ -126,6 +126,9 @@ class RunConfig(Recipe):
     rope_scaling: dict[str, Any] | None = None
     norm_eps: float = Field(default=1e-6, gt=0)
 
+    def __init__(self, **values: Any) -> None:  # for type checkers: specs come in any form that LayerSpec reads
+        super().__init__(**values)
+
     @model_validator(mode="after")
     def _specs_fit(self) -> Self:
         if len(self.specs) not in (1, self.num_layers):
@@ -151,6 +154,7 @@ class FineTuneConfig(Recipe):
 
     model: str = Field(min_length=1)
     graft: GraftSpec | None = None
+    mix_learning_rate: float | None = Field(default=None, gt=0, description="peak rate of mixes; None: learning_rate")
 
 
 def _one_line(error: ValidationError, fields: Any) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from headloom import hf
@@ -25,10 +26,12 @@ from headloom.core.errors import HeadloomError
 from headloom.data import Corpus, TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
+from headloom.ops.mixing import Mix
 from headloom.train import records
 from headloom.train.config import FineTuneConfig, GraftSpec
 from headloom.train.records import RunResult, versions, write_json
 from headloom.train.run import resolve, train
+from headloom.train.trainer import ParameterGroups
 
 BEFORE = "before.json"
 
@@ -136,7 +139,22 @@ def _train(
             progress.step(step, loss)
 
     folder = _folder(out, config.name, config.seed)
-    return train(config, data, tokenizer, folder, step, save_model=save_model, make_model=make)
+    return train(config, data, tokenizer, folder, step, save_model=save_model, groups=_groups(config), make_model=make)
+
+
+def _groups(config: FineTuneConfig) -> ParameterGroups:
+    """As everywhere, with mixes at a rate of their own if one was given."""
+
+    def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        found = hf.parameter_groups(model, weight_decay)
+        mixes = {id(p) for module in model.modules() if isinstance(module, Mix) for p in module.parameters()}
+        apart = [p for group in found for p in group["params"] if id(p) in mixes]
+        if config.mix_learning_rate is None or not apart:
+            return found
+        rest = [{**group, "params": [p for p in group["params"] if id(p) not in mixes]} for group in found]
+        return [*rest, {"params": apart, "weight_decay": 0.0, "lr": config.mix_learning_rate}]
+
+    return groups
 
 
 def _about(model: PreTrainedModel, report: hf.GraftReport | None) -> dict[str, Any]:
@@ -162,7 +180,8 @@ def _tokenizer(arms: Mapping[str, Arm]) -> PreTrainedTokenizerFast:
 
 
 def _fits(model: PreTrainedModel, run: FineTuneConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
     longest = getattr(model.config, "max_position_embeddings", None)
     if len(tokenizer) > rows:
         raise HeadloomError(f"'{run.model}' knows {rows} tokens, its tokenizer makes {len(tokenizer)}: they do not fit")

@@ -24,7 +24,7 @@ from headloom.ops import scores
 from headloom.train import checkpoints, records, tracking
 from headloom.train.config import Recipe, RunConfig
 from headloom.train.records import Metrics, RunResult, write_json
-from headloom.train.trainer import Progress, Recorder, RunTrainer
+from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
 from headloom.train.weights import checksum, mix_names, save_mixes
 
 R = TypeVar("R", bound=Recipe)
@@ -104,6 +104,7 @@ def train(
     checkpoint_seconds: float | None = 60.0,
     track: str | None = None,
     save_model: bool = False,
+    groups: ParameterGroups = hf.parameter_groups,
     make_model: Callable[[R, PreTrainedTokenizerFast], PreTrainedModel] = build,  # type: ignore[assignment]
 ) -> RunResult:
     """Train one model and measure it.
@@ -119,6 +120,7 @@ def train(
         checkpoint_seconds: training time between checkpoints, 0 for one after every step, None for none.
         track: "tensorboard", "trackio" or "wandb" (offline), to be followed while it goes on.
         save_model: also write model and tokenizer to folder/model.
+        groups: the optimizer's groups from (model, weight decay).
         make_model: makes the model from the resolved run, to train something other than a new Llama.
 
     Several processes (accelerate launch) share every batch; the first one writes.
@@ -166,7 +168,6 @@ def train(
                         )
                     )
                 place = str(folder / checkpoints.FOLDER)
-                groups = hf.parameter_groups
                 trainer = RunTrainer(run, model, rows, groups=groups, callbacks=callbacks, folder=place, track=track)
                 trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         except RunError as error:

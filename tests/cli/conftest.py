@@ -37,6 +37,12 @@ def tiny_llama(**changes):
 
 
 @pytest.fixture(scope="session")
+def plain_llama():
+    """plain_llama(vocab_size=200, ...): that model with other fields."""
+    return tiny_llama
+
+
+@pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory):
     """A folder with that model and a byte tokenizer."""
     from headloom.data import make_tokenizer

@@ -1,0 +1,31 @@
+"""`headloom fold`: a graft that plain weights can say, as an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import typer
+
+from headloom.cli.common import Json, ends_with_status, only_json_on_stdout, print_json
+from headloom.cli.graft import Dtype, Model, Out, saved
+
+
+@ends_with_status
+def fold(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -> None:
+    """Multiply a graft's mixes into its projections: a checkpoint of the original family, without headloom.
+
+    Refused, with the reason, where plain weights cannot say it.
+    """
+    from headloom import hf
+    from headloom.hf import checkpoints
+
+    with only_json_on_stdout(as_json) as stdout:
+        checkpoints.new_folder(out)
+        checkpoint = checkpoints.load(model, dtype=dtype)
+        report = hf.fold(checkpoint.model)
+        checkpoints.save(checkpoint, out)
+        if as_json:
+            print_json({"folder": str(out), **dataclasses.asdict(report)}, stdout)
+        else:
+            typer.echo(report)
+            typer.echo(saved(out, with_tokenizer=checkpoint.tokenizer is not None))
