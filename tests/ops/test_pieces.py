@@ -7,24 +7,17 @@ import torch
 from oracles.common import visible
 
 from headloom.ops.masks import Visibility
-from headloom.ops.pieces import ANTI, CAUSAL, FULL, lower
+from headloom.ops.pieces import lower
 
 
 def covered(pieces, batch, rows, columns):
     """(batch, rows, columns) ints: how many pieces cover each pair."""
     out = torch.zeros(batch, rows, columns, dtype=torch.int)
     for piece in pieces:
-        for b, i, j in itertools.product(range(piece.batches), range(piece.groups), range(piece.inner)):
-            shift = i * piece.stride + j * piece.inner_stride
-            top, left = piece.query + shift, piece.key + shift
+        block = piece.visible().int()
+        for b, i in itertools.product(range(piece.batches), range(piece.groups)):
+            top, left = piece.query + i * piece.stride, piece.key + i * piece.stride
             assert top + piece.rows <= rows and left + piece.columns <= columns
-            block = torch.ones(piece.rows, piece.columns, dtype=torch.int)
-            if piece.kind == CAUSAL:
-                block = block.tril()
-            elif piece.kind == ANTI:
-                block = block.triu()
-            else:
-                assert piece.kind == FULL
             out[piece.batch + b, top : top + piece.rows, left : left + piece.columns] += block
     return out
 
