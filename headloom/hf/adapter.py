@@ -23,7 +23,7 @@ class GraftedAttention:
     """Mixin before a mechanism's class: `self_attn` of a decoder layer.
 
     It takes what the layer passes (hidden states, the family's cos and sin, which it does not need, a mask in any
-    form, a transformers cache, position ids, documents) and returns (output, None).
+    form, a transformers cache, position ids, whether they only count from 0, documents) and returns (output, None).
     """
 
     def forward(
@@ -34,6 +34,7 @@ class GraftedAttention:
         cache: Any = None,
         position_ids: Tensor | None = None,
         documents: Tensor | None = None,
+        in_order: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         cache = kwargs.get("past_key_values") if cache is None else cache
@@ -43,7 +44,7 @@ class GraftedAttention:
         out = super().forward(  # type: ignore[misc]
             hidden_states,
             mask=arriving(attention_mask, past, hidden_states.shape[1], static=static),
-            positions=position_ids,
+            positions=None if in_order else position_ids,
             documents=documents,
             cache=view,
         )

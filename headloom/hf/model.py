@@ -104,6 +104,8 @@ class Graft:
             self._check_whole()
         if found is not None:
             kwargs["documents"] = found
+        if kwargs.get("position_ids") is None and not past:
+            kwargs["in_order"] = True  # the layers then need not look for restarts, nor a compiler allow for them
         out = super().forward(**kwargs)  # type: ignore[misc]
         if packed:
             docs.mark(cache, out)
