@@ -92,6 +92,14 @@ def test_few_pieces_for_long_sequences(T, window, most):
     assert sum(piece.pairs() for piece in pieces) == W * (W + 1) // 2 + (T - W) * W
 
 
+@pytest.mark.parametrize(("P", "W"), [(1, 64), (1, 256), (1, 1024), (2, 1024), (4, 256), (8, 64)])
+def test_little_is_computed_in_vain(P, W):
+    """Rectangles that are mostly visible: a window executes at most 1.3 times its pairs (1.6 the narrowest)."""
+    pieces = lower(Visibility(8192, 8192, True, W), 1, P, P > 1)
+    executed = sum(piece.rows * piece.columns * piece.groups for piece in pieces)
+    assert executed <= (1.3 if W * P > 64 else 1.6) * sum(piece.pairs() for piece in pieces)
+
+
 @pytest.mark.parametrize("order", ["token", "virtual"])
 def test_pseudo_tokens_cost_a_few_pieces(order):
     pieces = lower(Visibility(4096, 4096, True, None), 1, 4, order == "virtual")
