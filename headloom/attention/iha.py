@@ -39,11 +39,14 @@ from torch import Tensor
 from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention
 from headloom.attention.folding import Folding, Linear, Plain, mix_inputs, mix_outputs
+from headloom.ops import absorbed
 from headloom.ops.cache import Seen
+from headloom.ops.masks import Visibility
 from headloom.ops.mixing import Mix, mix_heads
 from headloom.ops.rotary import rotate
 
 NORMAL_STD = 0.02  # of init="normal", the published paired form's
+FEW = 8  # pseudo-queries that meet a base cache as it is: P times the products of mixing it, and none of its memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,17 +207,39 @@ class IHA(Attention):
         late = self.rotary is not None and self.rotary.length_dependent
         return {"k": k if late else self._extra_turn(k, None), "v": v}
 
-    def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
-        base = self.config.cache == "base"
+    def read(self, seen: Seen, length: int | None) -> tuple[Any, Any]:
+        """The mixed keys and values; with the base cache what they are mixed from, and the rotary length."""
         places, reach = self._stand(seen.positions_BS), self._stand(length)
-        if base:
-            k, v = self._mixed(self.turn_late(seen.slots, places, reach))
-        else:
-            k, v = seen.slots["k"], seen.slots["v"]
-            k = k if length is None else self.turn(k, places, reach)
-        if base or length is not None:
+        if self.config.cache == "base":
+            return self.turn_late(seen.slots, places, reach), reach
+        k, v = seen.slots["k"], seen.slots["v"]
+        return (k if length is None else self._extra_turn(self.turn(k, places, reach), reach)), v
+
+    def expand(self, k: Any, v: Any) -> tuple[Tensor, Tensor]:
+        if self.config.cache == "base":
+            (k, v), reach = self._mixed(k), v
             k = self._extra_turn(k, reach)
         return self._split(k), self._split(v)
+
+    def score(self, q: Tensor, k: Any, v: Any, visibility: Visibility) -> Tensor:
+        """A few queries over a base cache meet what is remembered, without mixing all of it."""
+        c = self.config
+        few = not self.paired and visibility.past > 0 and visibility.T * c.pseudo_heads <= FEW
+        if c.cache != "base" or not few:
+            return super().score(q, *self.expand(k, v), visibility)
+        q = q.unflatten(2, (-1, c.pseudo_heads)).unsqueeze(4)
+        return absorbed.attend(
+            self._turned_back(q, v),
+            *self.base.expand(self, k),
+            self.k_mix.weight,
+            self.v_mix.weight,
+            visibility,
+            scale=self._scale(q),
+            virtual=self.virtual,
+            kind=c.score,
+            softcap=c.softcap,
+            dropout=c.dropout if self.training else 0.0,
+        )
 
     def merge(self, out_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
         c = self.config
@@ -259,12 +284,24 @@ class IHA(Attention):
         return positions * self.config.pseudo_heads if virtual and positions is not None else positions
 
     def _extra_turn(self, x_BXTK: Tensor, length: int | None) -> Tensor:
-        c = self.config
-        if self.rotary is None or c.phase == "token" or c.pseudo_heads == 1:
+        if not self._turns_further:
             return x_BXTK
-        places = torch.arange(c.pseudo_heads, device=x_BXTK.device).repeat_interleave(c.num_heads)
-        cos, sin = self.rotary.tables(places, x_BXTK.dtype, length=length, factor=False)
+        places = torch.arange(self.config.pseudo_heads, device=x_BXTK.device).repeat_interleave(self.config.num_heads)
+        cos, sin = self.rotary.tables(places, x_BXTK.dtype, length=length, factor=False)  # type: ignore[union-attr]
         return rotate(x_BXTK, (cos[None, :, None], sin[None, :, None]))
+
+    def _turned_back(self, q_BHTP1K: Tensor, length: int | None) -> Tensor:
+        """(B, H, T, P, P, K): instead of pseudo-key p, the query it meets is turned, by -p."""
+        P = self.config.pseudo_heads
+        q = q_BHTP1K.expand(-1, -1, -1, -1, P, -1)
+        if not self._turns_further:
+            return q
+        cos, sin = self.rotary.tables(torch.arange(P, device=q.device), q.dtype, length=length, factor=False)  # type: ignore[union-attr]
+        return rotate(q, (cos, -sin))
+
+    @property
+    def _turns_further(self) -> bool:
+        return self.rotary is not None and self.config.phase == "virtual" and self.config.pseudo_heads > 1
 
     def effective_map(self, patterns: Tensor, x_BTD: Tensor) -> Tensor | None:
         """M[h,m,n,n'] = sum_{g,p,p'} out_mix[h,g,p] A_g[(n,p),(n',p')] v_mix[g,p',m]; out_h = sum_m M[h,m] v_m."""

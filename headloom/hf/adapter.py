@@ -25,7 +25,8 @@ class GraftedAttention:
     """Mixin before a mechanism's class: the attention of a layer.
 
     It takes what the layer passes (hidden states, the family's cos and sin, which it does not need, a mask in any
-    form, a transformers cache under any of its names, position ids, documents) and returns (output, None).
+    form, a transformers cache under any of its names, position ids, whether they only count from 0, documents) and
+    returns (output, None).
     """
 
     def forward(
@@ -36,6 +37,7 @@ class GraftedAttention:
         cache: Any = None,
         position_ids: Tensor | None = None,
         documents: Tensor | None = None,
+        in_order: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         for name in ("past_key_values", "layer_past"):
@@ -48,7 +50,7 @@ class GraftedAttention:
             out = super().forward(  # type: ignore[misc]
                 hidden_states,
                 mask=alone(attention_mask, T) if view is None else view.arriving(attention_mask, layer, T),
-                positions=position_ids,
+                positions=None if in_order else position_ids,
                 documents=documents,
                 cache=view,
             )

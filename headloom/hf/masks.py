@@ -183,6 +183,7 @@ def attention_function(
     softcap: float | None = None,
     position_ids: Tensor | None = None,
     documents: Tensor | None = None,
+    in_order: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer that was not grafted: (B, H, T, K), (B, G, S, K), (B, G, S, V) -> (B, T, H, V).
@@ -199,6 +200,7 @@ def attention_function(
     past = key.shape[2] - T
     rules = sort_rules(arriving(attention_mask, past, T), causal=causal, window=sliding_window)
     real = rules.padding
+    position_ids = None if in_order else position_ids
     _, found = place(
         B, T, query.device, past=past, held=None, positions=position_ids, padding=real, documents=documents
     )

@@ -8,13 +8,17 @@ final ones, and gradients simply add up.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from headloom.ops.pieces import ANTI, CAUSAL, FULL, Piece
+from headloom.ops.pieces import BAND, CAUSAL, Piece
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+CHUNK = 1 << 21  # elements of the keys met at once: gradients are added up while they are in a processor's cache
 SMALL = 16  # rows and columns up to which a rectangle is done by plain products: a kernel's set-up would dominate
 
 
@@ -78,52 +82,101 @@ def rectangle_backward(
     return dq.to(q_BHTK.dtype), dk.to(k_BGSK.dtype), dv.to(v_BGSK.dtype)
 
 
-def _fold(x_BHTX: Tensor, piece: Piece, start: int, size: int) -> Tensor:
-    """The piece's rectangles along the token axis as a view (batches, groups, inner, H, size, X)."""
-    x = x_BHTX[piece.batch : piece.batch + piece.batches]
-    span = (piece.inner - 1) * piece.inner_stride + size
-    x = x[:, :, start : start + (piece.groups - 1) * piece.stride + span]
-    x = x.unfold(2, span, piece.stride).unfold(-1, size, piece.inner_stride)  # (b, H, groups, X, inner, size)
-    return x.permute(0, 2, 4, 1, 5, 3)
+class _Part(NamedTuple):
+    """Rectangles of a piece that are done in one call: `groups` from group `first` on, in the batch rows `batch`."""
+
+    piece: Piece
+    batch: slice
+    first: int
+    groups: int
+
+    def of(self, x_BHTX: Tensor, start: int, size: int) -> Tensor:
+        """`size` tokens from the piece's `start` on of every rectangle, a view (batches, groups, H, size, X)."""
+        stride = self.piece.stride
+        start += self.first * stride
+        x = x_BHTX[self.batch, :, start : start + (self.groups - 1) * stride + size]
+        return x.unfold(2, size, stride).permute(0, 2, 1, 4, 3)
+
+    def rows(self, x_BHTX: Tensor) -> Tensor:
+        return self.of(x_BHTX, self.piece.query, self.piece.rows).flatten(0, 1)
+
+    def columns(self, x_BHSX: Tensor) -> Tensor:
+        return self.of(x_BHSX, self.piece.key, self.piece.columns).flatten(0, 1)
+
+    def add_columns(self, total_BHSX: Tensor, part: Tensor) -> None:
+        """Add to the columns, which neighbouring rectangles share where they are wider than `stride`."""
+        piece, part = self.piece, part.unflatten(0, (-1, self.groups))
+        if self.groups * piece.stride <= piece.columns:  # a few rectangles: one after another
+            for i in range(self.groups):
+                one = self._replace(first=self.first + i, groups=1)
+                one.of(total_BHSX, piece.key, piece.columns).add_(part[:, i : i + 1])
+            return
+        for start in range(0, piece.columns, piece.stride):  # many: strips that they do not share
+            size = min(piece.stride, piece.columns - start)
+            self.of(total_BHSX, piece.key + start, size).add_(part[..., start : start + size, :])
 
 
-def _rows(x_BHTX: Tensor, piece: Piece, flip: bool) -> Tensor:
-    out = _fold(x_BHTX, piece, piece.query, piece.rows).flatten(0, 2)
-    return out.flip(2) if flip else out
+def _parts(pieces: Sequence[Piece], q_BHTK: Tensor, k_BGSK: Tensor) -> Iterator[tuple[_Part, bool, Tensor | None]]:
+    """(part, causal, additive mask) of all pieces."""
+    for piece in pieces:
+        bias = None
+        if piece.kind == BAND:
+            hidden = ~piece.visible(q_BHTK.device)
+            bias = q_BHTK.new_zeros(1, 1, *hidden.shape).masked_fill_(hidden, -torch.inf)
+        each = k_BGSK.shape[1] * k_BGSK.shape[3] * piece.columns
+        groups = max(1, min(piece.groups, CHUNK // each))
+        batches = max(1, min(piece.batches, CHUNK // (each * groups)))  # a view of several rows' groups is a copy
+        end = piece.batch + piece.batches
+        for b in range(piece.batch, end, batches):
+            for first in range(0, piece.groups, groups):
+                part = _Part(piece, slice(b, min(b + batches, end)), first, min(groups, piece.groups - first))
+                yield part, piece.kind == CAUSAL, bias
 
 
-def _columns(x_BHSX: Tensor, piece: Piece, flip: bool) -> Tensor:
-    out = _fold(x_BHSX, piece, piece.key, piece.columns).flatten(0, 2)
-    return out.flip(2) if flip else out
+def _whole(pieces: Sequence[Piece], q_BHTK: Tensor, k_BGSK: Tensor) -> bool:
+    """Whether one rectangle without a mask is all there is."""
+    covers = (0, q_BHTK.shape[0], 0, q_BHTK.shape[2], 0, k_BGSK.shape[2], 1)
+    return len(pieces) == 1 and pieces[0].kind != BAND and covers == pieces[0][1:8]
 
 
-def _whole(piece: Piece, q_BHTK: Tensor, k_BGSK: Tensor) -> bool:
-    covers = (0, q_BHTK.shape[0], 0, q_BHTK.shape[2], 0, k_BGSK.shape[2], 1, 1)
-    return piece.kind != ANTI and covers == (*piece[1:8], piece.inner)
-
-
-def pieces_forward(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pieces: list[Piece], scale: float):
+def pieces_forward(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pieces: Sequence[Piece], scale: float):
     """Merged (out, lse) of disjoint pieces; rows no piece touches have output 0 and lse -inf."""
-    if len(pieces) == 1 and _whole(pieces[0], q_BHTK, k_BGSK):
+    if _whole(pieces, q_BHTK, k_BGSK):
         return rectangle(q_BHTK, k_BGSK, v_BGSK, pieces[0].kind == CAUSAL, None, scale)
     wide = torch.promote_types(q_BHTK.dtype, torch.float32)
     B, H, T, K = q_BHTK.shape
     # (B, T, H, K) in memory, as the fused kernel writes and the output projection reads
     out = q_BHTK.new_zeros(B, T, H, K, dtype=wide).transpose(1, 2)
     lse = q_BHTK.new_full((B, T, H), -torch.inf, dtype=wide).transpose(1, 2)
-    for piece in pieces:
-        flip = piece.kind == ANTI
-        q, k, v = _rows(q_BHTK, piece, flip), _columns(k_BGSK, piece, flip), _columns(v_BGSK, piece, flip)
-        o, new = rectangle(q, k, v, piece.kind != FULL, None, scale)
-        if flip:
-            o, new = o.flip(2), new.flip(2)
-        out_rows = _fold(out, piece, piece.query, piece.rows)
-        lse_rows = _fold(lse.unsqueeze(-1), piece, piece.query, piece.rows)
-        new = new.reshape(lse_rows.shape)
+    for part, causal, bias in _parts(pieces, q_BHTK, k_BGSK):
+        o, new = rectangle(part.rows(q_BHTK), part.columns(k_BGSK), part.columns(v_BGSK), causal, bias, scale)
+        if bias is not None:
+            new = new.masked_fill(
+                (bias == -torch.inf).all(-1), -torch.inf
+            )  # the kernel says 0 of a row that sees nothing
+        out_rows = part.of(out, part.piece.query, part.piece.rows)
+        lse_rows = part.of(lse.unsqueeze(-1), part.piece.query, part.piece.rows)
+        o, new = o.unflatten(0, out_rows.shape[:2]), new.reshape(lse_rows.shape)
+        if _untouched(pieces, part.piece):
+            out_rows.copy_(o)
+            lse_rows.copy_(new)
+            continue
         total = torch.logaddexp(lse_rows, new)
-        out_rows.mul_((lse_rows - total).exp_()).add_(o.reshape(out_rows.shape) * (new - total).exp_())
+        out_rows.mul_((lse_rows - total).exp_()).add_(o * (new - total).exp_())
         lse_rows.copy_(total)
     return out.to(q_BHTK.dtype), lse
+
+
+def _untouched(pieces: Sequence[Piece], piece: Piece) -> bool:
+    """Whether no earlier piece has rows of this one's."""
+    end = piece.query + (piece.groups - 1) * piece.stride + piece.rows
+    for other in pieces:
+        if other is piece:
+            break
+        apart = other.query >= end or other.query + (other.groups - 1) * other.stride + other.rows <= piece.query
+        if not apart and other.batch < piece.batch + piece.batches and piece.batch < other.batch + other.batches:
+            return False
+    return True
 
 
 def pieces_backward(
@@ -133,25 +186,22 @@ def pieces_backward(
     v_BGSK: Tensor,
     out_BHTK: Tensor,
     lse_BHT: Tensor,
-    pieces: list[Piece],
+    pieces: Sequence[Piece],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v: every piece's backward with the merged output and log-sum-exp, added up."""
-    if len(pieces) == 1 and _whole(pieces[0], q_BHTK, k_BGSK):
+    if _whole(pieces, q_BHTK, k_BGSK):
         causal = pieces[0].kind == CAUSAL
         return rectangle_backward(grad_BHTK, q_BHTK, k_BGSK, v_BGSK, out_BHTK, lse_BHT, causal, None, scale)
     wide = torch.promote_types(q_BHTK.dtype, torch.float32)
-    sums = [x.new_zeros(x.shape[0], x.shape[2], x.shape[1], x.shape[3], dtype=wide).transpose(1, 2)
-            for x in (q_BHTK, k_BGSK, v_BGSK)]  # fmt: skip
-    for piece in pieces:
-        flip = piece.kind == ANTI
-        q, k, v = _rows(q_BHTK, piece, flip), _columns(k_BGSK, piece, flip), _columns(v_BGSK, piece, flip)
-        grad, out = _rows(grad_BHTK, piece, flip), _rows(out_BHTK, piece, flip)
-        lse = _rows(lse_BHT.unsqueeze(-1), piece, flip).squeeze(-1)
-        grads = rectangle_backward(grad, q, k, v, out, lse, piece.kind != FULL, None, scale)
-        for total, part, on_rows in zip(sums, grads, (True, False, False), strict=True):
-            start, size = (piece.query, piece.rows) if on_rows else (piece.key, piece.columns)
-            view = _fold(total, piece, start, size)
-            view.add_((part.flip(2) if flip else part).reshape(view.shape))
-    dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q_BHTK, k_BGSK, v_BGSK), strict=True))
-    return dq, dk, dv
+    dq, dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=wide).transpose(1, 2) for x in (q_BHTK, k_BGSK, v_BGSK))
+    for part, causal, bias in _parts(pieces, q_BHTK, k_BGSK):
+        grad, q, out = (part.rows(x) for x in (grad_BHTK, q_BHTK, out_BHTK))
+        lse = part.rows(lse_BHT.unsqueeze(-1)).squeeze(-1)
+        k, v = part.columns(k_BGSK), part.columns(v_BGSK)
+        part_q, part_k, part_v = rectangle_backward(grad, q, k, v, out, lse, causal, bias, scale)
+        view = part.of(dq, part.piece.query, part.piece.rows)
+        view.add_(part_q.unflatten(0, view.shape[:2]))
+        part.add_columns(dk, part_k)
+        part.add_columns(dv, part_v)
+    return dq.to(q_BHTK.dtype), dk.to(k_BGSK.dtype), dv.to(v_BGSK.dtype)

@@ -1,14 +1,14 @@
-"""Lowering a mask to a few rectangles that a fused kernel does without a mask.
+"""Lowering a mask to a few rectangles that a fused kernel does without a dense mask.
 
-A piece is `count` equal rectangles, `stride` apart on both axes, each FULL, CAUSAL (key column <= query row) or
-ANTI (key column >= query row; causal after flipping both axes). Pieces of one lowering are disjoint and their union is
-exactly what is visible, so their pairs add up to the exact operation count. Sizes are in pseudo-tokens.
+A piece is `groups` equal rectangles, `stride` apart on both axes, each FULL, CAUSAL (key column <= query row) or BAND
+(a rule on the distance of row and column, which all the piece's rectangles share as one small additive mask). Pieces of
+one lowering are disjoint and their union is exactly what is visible, so their pairs add up to the exact operations.
+Sizes are in pseudo-tokens, P per token.
 
-Derivations, in tokens. Causality after a cache: a full rectangle and a causal square. A window of W, by blocks of W
-queries: one's own block is causal (an encoder's is full); of the W - 1 keys before it, row q sees those from q - W + 1
-on, an ANTI square; an encoder also sees, of the W - 1 keys after it, those up to q + W - 1, a CAUSAL square.
-With P pseudo-tokens per token a triangle over whole tokens is the triangle over pseudo-tokens and, within each token
-of the diagonal, the strict other triangle of P x P, which is again an ANTI or CAUSAL square, of P - 1.
+Causality after a cache is a full rectangle and a causal square. A window is cut into blocks of a few rows, each with
+all the keys it sees: R rows of a window of W see W + R - 1 keys, so the fewer the rows, the less is computed in vain.
+With P pseudo-tokens per token the kernel's causal square is that of the virtual order; the token order also sees the
+later pseudo-keys of its own token, a BAND within blocks on the diagonal.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from headloom.ops.masks import Visibility
 
-FULL, CAUSAL, ANTI = 0, 1, 2
+FULL, CAUSAL, BAND = 0, 1, 2
+TOKENS, VIRTUAL, LATER = 0, 1, 2  # what a BAND shows of a row's own token: all, up to the row itself, only after it
 MOST_SEGMENTS = 64  # beyond it (many short documents in a batch), query blocks with an additive mask are faster
+_KERNEL_KEYS = 512  # the kernel leaves out whole blocks of so many keys: one block's causal square is done in full
+_FEWEST_ROWS, _MOST_ROWS = 32, 256  # of a BAND: with fewer, short products dominate; more gain nothing
 
 
 class Piece(NamedTuple):
-    """`groups`, `stride` apart, of `inner` rectangles, `inner_stride` apart, in `batches` rows of the batch."""
+    """`groups` rectangles, `stride` apart, in `batches` rows of the batch.
+
+    A BAND with `pseudo` = P shows to row i the columns j with low <= j // P - i // P <= high, where the distance `high`
+    is one's own token if `own` is not TOKENS.
+    """
 
     kind: int
     batch: int
@@ -39,13 +46,35 @@ class Piece(NamedTuple):
     columns: int
     groups: int = 1
     stride: int = 1
-    inner: int = 1
-    inner_stride: int = 1
+    low: int = 0
+    high: int = 0
+    pseudo: int = 1
+    own: int = TOKENS
+
+    def visible(self, device: torch.device | None = None) -> Tensor:
+        """What one rectangle shows, bool (rows, columns)."""
+        row = torch.arange(self.rows, device=device)[:, None]
+        column = torch.arange(self.columns, device=device)
+        if self.kind == FULL:
+            return torch.ones(self.rows, self.columns, dtype=torch.bool, device=device)
+        if self.kind == CAUSAL:
+            return column <= row
+        distance = column // self.pseudo - row // self.pseudo
+        out = (distance >= self.low) & (distance <= self.high)
+        if self.own == TOKENS:
+            return out
+        upto = column <= row + self.high * self.pseudo
+        return out & (upto if self.own == VIRTUAL else ~upto)
 
     def pairs(self) -> int:
         """Visible (query, key) pairs, per head."""
-        each = self.rows * self.columns if self.kind == FULL else self.rows * (self.rows + 1) // 2
-        return each * self.inner * self.groups * self.batches
+        if self.kind == FULL:
+            each = self.rows * self.columns
+        elif self.kind == CAUSAL:
+            each = self.rows * (self.rows + 1) // 2
+        else:
+            each = int(self.visible().sum())
+        return each * self.groups * self.batches
 
 
 class _Builder:
@@ -55,33 +84,41 @@ class _Builder:
         self.batch, self.batches, self.pseudo, self.virtual = batch, batches, pseudo, virtual
         self.pieces: list[Piece] = []
 
-    def full(self, query: int, rows: int, key: int, columns: int, count: int, stride: int) -> None:
+    def _add(
+        self, kind: int, query: int, rows: int, key: int, columns: int, groups: int = 1, stride: int = 1, **band: int
+    ) -> None:
+        if min(rows, columns, groups) < 1:
+            return
         P = self.pseudo
-        if min(rows, columns, count) > 0:
-            self._add(
-                Piece(FULL, self.batch, self.batches, query * P, rows * P, key * P, columns * P, count, stride * P)
-            )
+        where = (self.batch, self.batches, query * P, rows * P, key * P, columns * P)
+        self.pieces.append(Piece(kind, *where, groups, stride * P, **band))
 
-    def triangle(self, kind: int, query: int, key: int, size: int, count: int, stride: int, own: bool = False) -> None:
-        """A triangle over whole tokens, its diagonal included. `own`: the diagonal is each token with itself."""
-        if min(size, count) < 1:
-            return
-        P, rows = self.pseudo, (self.batch, self.batches)
-        self._add(Piece(kind, *rows, query * P, size * P, key * P, size * P, count, stride * P))
-        if P == 1 or (own and self.virtual):
-            return
-        other, dq, dk = (ANTI, 0, 1) if kind == CAUSAL else (CAUSAL, 1, 0)
-        self._add(Piece(other, *rows, query * P + dq, P - 1, key * P + dk, P - 1, count, stride * P, size, P))
+    def full(self, query: int, rows: int, key: int, columns: int) -> None:
+        self._add(FULL, query, rows, key, columns)
 
-    def _add(self, piece: Piece) -> None:
-        if piece.rows == piece.columns == 1:
-            piece = piece._replace(kind=FULL)
-        if self.pieces and piece.kind == FULL:
-            last = self.pieces[-1]
-            if piece == last._replace(key=last.key + last.columns, columns=piece.columns):
-                self.pieces[-1] = last._replace(columns=last.columns + piece.columns)
-                return
-        self.pieces.append(piece)
+    def causal(self, query: int, past: int, key: int, size: int) -> None:
+        """`size` queries after `past` keys, all of them and one's own visible."""
+        one = size == 1 and (self.pseudo == 1 or not self.virtual)  # it sees all
+        self.full(query, size, key, past + one * size)
+        if one:
+            return
+        if _KERNEL_KEYS // 2 < size * self.pseudo <= _KERNEL_KEYS:
+            block = -(-size // 4)
+            for done in range(0, size, block):
+                rows = min(block, size - done)
+                self.band(query + done, rows, key + past, done + rows, 1, -size, done, VIRTUAL)
+        else:
+            self._add(CAUSAL, query, size, key + past, size)
+        if self.pseudo > 1 and not self.virtual:
+            block = min(size, max(1, _FEWEST_ROWS // self.pseudo))
+            for done, rows, count in ((0, block, size // block), (size - size % block, size % block, 1)):
+                own = key + past + done
+                self._add(BAND, query + done, rows, own, rows, count, block, pseudo=self.pseudo, own=LATER)
+
+    def band(self, query: int, rows: int, key: int, columns: int, groups: int, low: int, high: int, own: int) -> None:
+        everything = low <= 1 - rows and high >= columns - 1 and (own == TOKENS or self.pseudo == 1)
+        band = {} if everything else {"low": low, "high": high, "pseudo": self.pseudo, "own": own}
+        self._add(FULL if everything else BAND, query, rows, key, columns, groups, rows, **band)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -100,52 +137,37 @@ def _lower(
     """T queries, the last of S keys, standing at q0 and k0 of the tensors."""
     build = _Builder(batch, batches, pseudo, virtual)
     past = S - T
-    if window is None or window >= S:
-        if causal:
-            build.full(q0, T, k0, past, 1, 1)
-            build.triangle(CAUSAL, q0, k0 + past, T, 1, 1, own=True)
-        else:
-            build.full(q0, T, k0, S, 1, 1)
-        return tuple(build.pieces)
-    done = 0
-    while done < T:
-        start = past + done  # key index of the block's first query
-        rows = min(window, T - done)
-        before = min(window - 1, start)
-        after = 0 if causal else min(window - 1, S - start - rows)
-        count = 1
-        if rows == window and before == window - 1 and causal:
-            count = (T - done) // window
-        elif rows == window and before == window - 1 and after == window - 1:
-            count = (S - (window - 1) - start) // window
-        _band(build, window, causal, rows, before, after, q0 + done, k0 + start, count)
-        done += rows * count
+    if window is not None and window < S:
+        _windowed(build, T, S, causal, window, q0, k0)
+    elif causal:
+        build.causal(q0, past, k0, T)
+    else:
+        build.full(q0, T, k0, S)
     return tuple(build.pieces)
 
 
-def _band(
-    build: _Builder, W: int, causal: bool, rows: int, before: int, after: int, query: int, key: int, count: int
-) -> None:
-    """A block of `rows` queries whose own keys start at `key`, `before` keys before them and `after` keys after."""
-    if before:
-        whole = min(rows, W - before)  # rows that see all of the keys before
-        partial = min(rows, W - 1) - whole  # row a sees those from key + a - W + 1 on
-        first = key + whole - W + 1
-        build.full(query, whole, key - before, before, count, W)
-        build.triangle(ANTI, query + whole, first, partial, count, W)
-        build.full(query + whole, partial, first + partial, W - 1 - whole - partial, count, W)
-    if causal:
-        build.triangle(CAUSAL, query, key, rows, count, W, own=True)
-    else:
-        build.full(query, rows, key, rows, count, W)
-    if after:
-        end = key + rows
-        blind = max(0, rows - W + 1)  # rows that see none of the keys after
-        whole = min(max(rows + after - W, blind), rows)  # from here on rows see all; between, up to key + a + W - 1
-        last = key + blind + W - 1
-        build.full(query + blind, whole - blind, end, last - end, count, W)
-        build.triangle(CAUSAL, query + blind, last, whole - blind, count, W)
-        build.full(query + whole, rows - whole, end, after, count, W)
+def _windowed(build: _Builder, T: int, S: int, causal: bool, W: int, q0: int, k0: int) -> None:
+    past, done, block = S - T, 0, _block(W, build.pseudo)
+    if causal and past < W:  # the window leaves these queries all the keys before them
+        done = min(T, W - past)
+        build.causal(q0, past, k0, done)
+    ahead = 0 if causal else W - 1
+    while done < T:
+        start = past + done  # key index of the block's first query
+        rows = min(block, T - done)
+        before, after = min(W - 1, start), min(ahead, S - start - rows)
+        count = 1
+        if rows == block and before == W - 1 and after == ahead:
+            count = (S - ahead - start) // block
+        low, high = before - W + 1, before + ahead
+        own = VIRTUAL if build.virtual else TOKENS
+        build.band(q0 + done, rows, k0 + start - before, before + rows + after, count, low, high, own)
+        done += rows * count
+
+
+def _block(W: int, P: int) -> int:
+    """Tokens of a window's block of queries: few compute little in vain, many use a kernel better."""
+    return max(1, min(max(_FEWEST_ROWS, W * P // 8), _MOST_ROWS) // P)
 
 
 _SEGMENTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
