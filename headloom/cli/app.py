@@ -1,4 +1,4 @@
-"""The command line: `headloom compare`, `headloom list`, `headloom cost`.
+"""The command line: `headloom compare`, `study`, `train`, `list`, `cost`.
 
 Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
 """
@@ -12,6 +12,7 @@ import typer
 from headloom.cli.compare import compare
 from headloom.cli.cost import cost
 from headloom.cli.list import list_mechanisms
+from headloom.cli.study import app as study
 
 app = typer.Typer(
     name="headloom",
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command("compare")(compare)
 app.command("list")(list_mechanisms)
 app.command("cost")(cost)
+app.add_typer(study, name="study")
 
 
 def _version(wanted: bool) -> None:
