@@ -24,6 +24,8 @@ from headloom.core.errors import HeadloomError
 from headloom.lab.engines.base import Engine, Listener
 from headloom.lab.work import Bundle, Job
 
+WORKER = ("-m", "headloom.lab.worker")
+
 
 class Local(Engine):
     """`workers` at a time (None: cores / threads, or one for each GPU). timeout: seconds a training run may take."""
@@ -76,7 +78,7 @@ class _Slot:
     """One worker: what it does, and what it says."""
 
     def __init__(self, bundle: Path, threads: int, gpu: int | None) -> None:
-        self._arguments = [sys.executable, "-m", "headloom.lab.worker", str(bundle)]
+        self._arguments = [sys.executable, *WORKER, str(bundle)]
         above = str(Path(headloom.__file__).parent.parent)
         paths = [above, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
@@ -128,7 +130,9 @@ class _Slot:
         if self.job is not None:
             how = _ended(self._process.returncode)
             if not self._ready and self._starts > 1:
-                raise HeadloomError(f"workers do not start ({how}): see what python -m headloom.lab.worker says")
+                raise HeadloomError(
+                    f"workers do not start ({how}): see what python -m headloom.lab.worker says about it"
+                )
             job, self.job = self.job, None
             listener.failed(job, f"its worker process {how}")
         return False
@@ -168,10 +172,16 @@ class _Slot:
 
     def restart(self) -> None:
         """Another worker in its place."""
-        self.output.close()
+        self._let_go()
         if self._ready:
             self._starts = 0
         self._start()
+
+    def _let_go(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self.output.close()
 
     def close(self) -> None:
         """Let go: the worker ends when its stdin does, and so does what it runs."""
@@ -185,7 +195,7 @@ class _Slot:
             self._process.wait()
         if self._pid is not None:
             _kill(self._pid)
-        self.output.close()
+        self._let_go()
 
 
 def _ended(code: int) -> str:
