@@ -13,6 +13,7 @@ from headloom.cli.compare import compare
 from headloom.cli.cost import cost
 from headloom.cli.list import list_mechanisms
 from headloom.cli.study import app as study
+from headloom.cli.train import train
 
 app = typer.Typer(
     name="headloom",
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command("compare")(compare)
 app.command("list")(list_mechanisms)
 app.command("cost")(cost)
+app.command("train")(train)
 app.add_typer(study, name="study")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from headloom.core.errors import HeadloomError, RunError
 from headloom.data.packing import TrainingRows
 from headloom.evaluate.bits import BitsPerByte
 from headloom.train.config import RunConfig
-from headloom.train.records import Metrics
+from headloom.train.records import Metrics, world_size
 
 ParameterGroups = Callable[[torch.nn.Module, float], list[dict[str, Any]]]
 Progress = Callable[[int, int, float], None]
@@ -42,7 +41,7 @@ def training_arguments(run: RunConfig, folder: str, track: str | None = None) ->
     `folder` takes the Trainer's checkpoints. Started as several processes (accelerate launch), each takes its share of
     every batch.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     if run.micro_batch_size % world:
         raise HeadloomError(
             f"{world} processes cannot share the {run.micro_batch_size} rows of a forward pass evenly: "
