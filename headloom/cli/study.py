@@ -140,12 +140,13 @@ def list_studies(as_json: Json = False) -> None:
     """List the ready studies."""
     from rich.table import Table
 
-    from headloom.lab.ready import ready_studies
+    from headloom.lab.ready import read_mapping, ready_studies
     from headloom.lab.study import Study
 
-    found = [Study.from_yaml(name) for name in ready_studies()]
+    found = [Study(**read_mapping(name)) for name in ready_studies()]
     if as_json:
-        print_json([{"name": s.name, "title": s.title, "question": s.question, "sizes": [*s.sizes]} for s in found])
+        sizes = {s.name: [s.size, *s.sizes] for s in found}
+        print_json([{"name": s.name, "title": s.title, "question": s.question, "sizes": sizes[s.name]} for s in found])
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("name", "question", "sizes"):

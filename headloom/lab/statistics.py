@@ -198,6 +198,8 @@ def summary(compared: Mapping[tuple[str, str], Difference], *, unit: str, condit
 
     "iha is better than mha by 0.012 ± 0.004 bits per byte over 5 seeds at equal time; sas is not distinguishable."
     """
+    if not compared:
+        return ""
     words = {"better": [], "worse": [], "same": [], "unknown": []}  # type: dict[str, list[str]]
     references = {reference for _, reference in compared}
     counts = sorted({found.n for found in compared.values()})
@@ -222,7 +224,7 @@ def summary(compared: Mapping[tuple[str, str], Difference], *, unit: str, condit
             if len(parts) == 1:
                 against = f" from {next(iter(references))}" if len(references) == 1 and kind == "same" else ""
                 parts[0] += against + over
-    return "; ".join(parts) + "." if parts else ""
+    return "; ".join(parts) + "."
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -114,7 +114,8 @@ class Study(_Written):
     and the knobs. groups: settings of axes; every variant is run in each and compared within it. reference: the label
     the others are compared with. seeds: how many, or which. statistics: false lets one seed do. learning_rates: the
     grid; the best per variant is chosen on a text that is not reported. grid_seeds: how many seeds the grid is run with
-    (None: all); the others run at the chosen rate. sizes: size -> keys of this study that are different there.
+    (None: all); the others run at the chosen rate. sizes: size -> keys of this study that are different there;
+    from_yaml takes the block of its size and drops the others.
     """
 
     name: Text = "study"
@@ -173,7 +174,7 @@ class Study(_Written):
         for name, block in whole.sizes.items():
             cls(**{**values, "sizes": {}, **block, "size": name})
         size = size or whole.size
-        merged = {**values, **whole.sizes.get(size, {}), "size": size}
+        merged = {**values, **whole.sizes.get(size, {}), "size": size, "sizes": {}}
         for setting in settings:
             key, equals, text = setting.partition("=")
             if not equals or not key.strip():
@@ -217,9 +218,10 @@ _PARTS: dict[str, type[BaseModel]] = {"variants": Entry, "budgets": Budget, "bac
 
 
 def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    if first["type"] != "extra_forbidden":
+    unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
+    if not unknown:
         return one_line(error)
+    first = unknown[0]
     known = _PARTS.get(str(first["loc"][0]), Study) if len(first["loc"]) > 1 else Study
     name, names = str(first["loc"][-1]), list(known.model_fields)
     where = ".".join(map(str, first["loc"]))

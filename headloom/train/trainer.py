@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,6 +104,11 @@ class RunTrainer(Trainer):
         arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs would multiply the batch size behind our back
         super().__init__(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=callbacks)
         self.remove_callback(PrinterCallback)
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self.is_fsdp_enabled:
+            raise HeadloomError(
+                "FSDP was asked for, but Accelerate shards over GPUs only: launch with --multi_gpu for plain "
+                "data-parallel processes (on CPUs too), or on a machine with GPUs"
+            )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW over the groups of headloom.hf: mixes, norms and biases take no weight decay."""
