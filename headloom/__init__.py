@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headloom.core.errors import HeadloomError, RunError
     from headloom.hf import build_model, fold, graft, mix_names, parameter_groups
     from headloom.lab.compare import compare
+    from headloom.lab.study import Study
     from headloom.ops.bit import pack_bits
     from headloom.ops.cache import Cache
     from headloom.ops.masks import Causal, Dense, Documents, Padding, Window
@@ -38,6 +39,7 @@ _PLACES = {
     **dict.fromkeys(("HeadloomError", "RunError"), ("headloom.core.errors", None)),
     **dict.fromkeys(("build_model", "fold", "graft", "mix_names", "parameter_groups"), ("headloom.hf", None)),
     "compare": ("headloom.lab.compare", None),
+    "Study": ("headloom.lab.study", None),
     "pack_bits": ("headloom.ops.bit", None),
     "Cache": ("headloom.ops.cache", None),
     **dict.fromkeys(("Causal", "Dense", "Documents", "Padding", "Window"), ("headloom.ops.masks", None)),

@@ -1,4 +1,5 @@
-"""The command line: `headloom compare`, `list`, `cost`, `bench`, `graft`, `fold`, `generate`, `finetune`.
+"""The command line: `headloom compare`, `study`, `train`, `list`, `cost`, `bench`, and for checkpoints `graft`, `fold`,
+`generate`, `finetune`.
 
 Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
 """
@@ -17,6 +18,8 @@ from headloom.cli.fold import fold
 from headloom.cli.generate import generate
 from headloom.cli.graft import graft
 from headloom.cli.list import list_mechanisms
+from headloom.cli.study import app as study
+from headloom.cli.train import train
 
 app = typer.Typer(
     name="headloom",
@@ -34,6 +37,8 @@ app.command("graft")(graft)
 app.command("fold")(fold)
 app.command("generate")(generate)
 app.command("finetune")(finetune)
+app.command("train")(train)
+app.add_typer(study, name="study")
 
 
 def _version(wanted: bool) -> None:

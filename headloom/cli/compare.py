@@ -95,19 +95,25 @@ def compare(
 
 def show(comparison: Comparison) -> None:
     """The table, the sentences and where the page is, for a terminal."""
+    show_folder(comparison.folder)
+    console().print(f"The page: {comparison.report}", markup=False, soft_wrap=True)
+
+
+def show_folder(folder: Path) -> None:
+    """The table and the sentences of a study's folder."""
     from headloom.report import tables
     from headloom.report.records import read_study
 
-    study = read_study(comparison.folder)
+    study = read_study(folder)
     out = console()
     rows = tables.rows(study)
     out.print(_table(tables.columns(study.results["reference"]), rows, wide=out.width >= WIDE))
     for row in rows:
         if row.problem:
             out.print(f"{row.label}: {row.problem}", markup=False, soft_wrap=True)
-    for line in (*study.results["notes"], *study.results["headlines"]):
+    said = study.results
+    for line in (*said["notes"], *said.get("warnings", ()), *said["headlines"]):
         out.print(line, markup=False, soft_wrap=True)
-    out.print(f"The page: {comparison.report}", markup=False, soft_wrap=True)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Row], *, wide: bool) -> Table:

@@ -1,52 +1,29 @@
 """`hl.compare`: train every variant with every seed at equal parameters, and say what differs by more than noise.
 
-    study/study.json      what was asked, on what, with the interleaved step times     results.json, results.csv
-    study/runs/<variant>-seed<k>/{config.json, metrics.jsonl, result.json}             report.html, figures/
-
-A study stopped at any moment goes on when it is asked for again: finished runs are kept, the one that was cut is made
-anew from its seed, so the numbers are those of an undisturbed study.
+It is a study with defaults: see `headloom.lab.study` for studies, and `headloom.lab.runner` for what a folder holds.
 """
 
 from __future__ import annotations
 
-import datetime
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headloom.core.errors import HeadloomError, RunError
-from headloom.lab.folder import locked, open_folder, read_json, write_json
+from headloom.core.errors import HeadloomError
+from headloom.lab.folder import open_folder
 from headloom.lab.plan import Plan, make_plan
 from headloom.lab.progress import Progress
-from headloom.lab.results import read_run, run_folder, summarise, write_results
-from headloom.lab.sizes import get_size
-from headloom.lab.spec import CompareSpec, identity, make_spec
+from headloom.lab.resolve import resolve
+from headloom.lab.runner import Comparison, Interrupted, Runner
+from headloom.lab.sizes import Size
+from headloom.lab.spec import StudySpec, identity
+from headloom.lab.study import Budget, Engine, Study
 from headloom.lab.variants import Variant, parse_variants
 
+__all__ = ["Comparison", "Interrupted", "compare", "make_spec", "run_study"]
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a study. Its text says what was kept and how to go on."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A study that has been run: `results` is the content of results.json, `report` the page (None: none was asked)."""
-
-    folder: Path
-    results: dict[str, Any]
-    report: Path | None = None
-
-    @property
-    def headlines(self) -> list[str]:
-        """The findings in sentences."""
-        return list(self.results["headlines"])
-
-    @property
-    def failed(self) -> list[dict[str, Any]]:
-        """The runs that failed, each with its reason."""
-        return [run for run in self.results["runs"] if run["status"] == "failed"]
+EQUAL_PARAMETERS = Budget(match="parameters", knob=("F",))
 
 
 def compare(
@@ -65,6 +42,7 @@ def compare(
     out: str | Path | None = None,
     progress: Progress | None = None,
     report: bool = True,
+    engine: str = "local",
 ) -> Comparison:
     """Compare attention mechanisms on one text at equal parameters and equal steps.
 
@@ -75,9 +53,10 @@ def compare(
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
         seeds: how many seeds; from two on there are intervals.
         data, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
-        threads: processor threads; None: all this process may use.
+        threads: processor threads of a run; None: all this process may use.
         out: the study's folder; None: headloom-compare here, or the first free number after it.
         progress: is told what happens. report: also write report.html and figures/.
+        engine: "local" (a process for each run), or "inline" (this process, for a debugger).
 
     Raises:
         HeadloomError: the call is wrong; nothing was trained.
@@ -89,209 +68,150 @@ def compare(
     with progress:
         progress.stage("reading the call")
         parsed = parse_variants(variants, settings)
-        spec = make_spec(
+        study = comparison_study(
             parsed,
-            get_size(size),
+            size,
             seeds=seeds,
             data=_data_name(data),
             tokenizer=str(tokenizer),
-            threads=_cores() if threads is None else threads,
+            threads=threads,
             steps=steps,
             tokens=tokens,
             batch_size=batch_size,
             learning_rate=learning_rate,
+            engine=engine,
         )
-        progress.stage("reading the text and matching parameters")
-        plan = make_plan(spec)
-        resolved = plan.resolved
-        study_hash = identity(resolved)
-        folder = open_folder(out, study_hash, resolved)
-        with locked(folder):
-            return _Study(plan, folder, study_hash, _notes(parsed, plan), progress, report).run(resolved)
+        spec = resolve(study, kind="compare", variants=parsed)
+        return _run(study, spec, compare_command(spec), out, "headloom-compare", progress, report)
 
 
-class _Study:
-    """A plan being carried out in a folder."""
+def run_study(
+    study: Study,
+    *,
+    command: str | None = None,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    report: bool = True,
+) -> Comparison:
+    """Run a study, or what is left of it, in its folder.
 
-    def __init__(
-        self,
-        plan: Plan,
-        folder: Path,
-        study_hash: str,
-        notes: Sequence[str],
-        progress: Progress,
-        report: bool,
-    ) -> None:
-        self.plan, self.folder, self.hash = plan, folder, study_hash
-        self.notes, self.progress, self.report = notes, progress, report
-        self.timing: dict[str, dict[str, Any]] = {}
-
-    @property
-    def spec(self) -> CompareSpec:
-        return self.plan.spec
-
-    def run(self, resolved: dict[str, Any]) -> Comparison:
-        """Measure the steps, make the runs that are missing, write the result."""
-        before = read_json(self.folder / "study.json") or {}
-        self.timing = before.get("timing") or {}
-        record = self._record(resolved, before.get("started"))
-        write_json(self.folder / "study.json", record)
-        try:
-            if not self.timing:
-                from headloom.lab.timing import step_times
-
-                self.progress.stage("measuring step times")
-                self.timing = step_times(self.plan)
-                write_json(self.folder / "study.json", {**record, "timing": self.timing})
-            self._runs()
-        except KeyboardInterrupt:
-            self._finish()
-            raise Interrupted(self._how_to_go_on()) from None
-        return self._finish()
-
-    def _runs(self) -> None:
-        order = [(variant.label, seed) for seed in self.spec.seeds for variant in self.spec.variants]
-        kept = [key for key in order if self._is_finished(*key)]
-        self.progress.start(len(order), self.spec.steps, len(kept))
-        if kept:
-            self.progress.note(f"{len(kept)} of {len(order)} runs are finished already and kept in '{self.folder}'")
-        for number, key in enumerate(order, start=1):
-            if key not in kept:
-                self.progress.run(*key, number)
-                self.progress.ran(self._one(*key))
-                write_results(self.folder, self._results())
-
-    def _one(self, label: str, seed: int) -> str:
-        """Make one run; returns what came of it in a few words."""
-        from headloom.train import train
-
-        place = self.folder / run_folder(label, seed)
-        try:
-            result = train(
-                self.plan.runs[label, seed],
-                self.plan.data,
-                self.plan.tokenizer,
-                place,
-                lambda step, steps, loss: self.progress.step(step, loss),
-            )
-        except RunError as error:
-            self._record_failure(place, label, seed, str(error))
-            return f"failed: {error}"
-        except HeadloomError:
-            raise
-        except (RuntimeError, MemoryError, ArithmeticError) as error:  # out of memory, say: the others may still fit
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self._record_failure(place, label, seed, reason)
-            return f"failed: {reason}"
-        return f"{result.bits_per_byte:.4f} bits per byte after {result.train_seconds:.1f} s"
-
-    def _record_failure(self, place: Path, label: str, seed: int, reason: str) -> None:
-        if read_json(place / "failure.json") is None:
-            place.mkdir(parents=True, exist_ok=True)
-            write_json(place / "config.json", self.plan.runs[label, seed].to_dict())
-            write_json(place / "failure.json", {"name": f"{label}-seed{seed}", "seed": seed, "reason": reason})
-
-    def _is_finished(self, label: str, seed: int) -> bool:
-        """Whether a run's result is there and belongs to this very configuration."""
-        if read_run(self.folder, label, seed)["status"] != "finished":
-            return False
-        held = read_json(self.folder / run_folder(label, seed) / "config.json")
-        return held == self.plan.runs[label, seed].to_dict()
-
-    def _results(self) -> dict[str, Any]:
-        return summarise(
-            self.spec,
-            self.folder,
-            study_hash=self.hash,
-            planned=self.plan.budgets,
-            configs=self.plan.configs,
-            timing=self.timing,
-            notes=self.notes,
-        )
-
-    def _finish(self) -> Comparison:
-        results = self._results()
-        write_results(self.folder, results)
-        if not self.report:
-            return Comparison(self.folder, results)
-        from headloom.report.page import write_report
-
-        self.progress.stage("drawing the page")
-        return Comparison(self.folder, results, write_report(self.folder))
-
-    def _how_to_go_on(self) -> str:
-        runs = self._results()["runs"]
-        done = sum(run["status"] == "finished" for run in runs)
-        command = f"{self.spec.command} --out {shlex.quote(str(self.folder))}"
-        return f"stopped: {done} of {len(runs)} runs are finished and kept; to go on: {command}"
-
-    def _record(self, resolved: dict[str, Any], started: str | None) -> dict[str, Any]:
-        """The content of study.json."""
-        from headloom.train.records import machine
-
-        spec, data = self.spec, self.plan.data
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return {
-            "format": 1,
-            "kind": "compare",
-            "hash": self.hash,
-            "spec": spec.model_dump(mode="json"),
-            "resolved": resolved,
-            "data": {
-                "title": self.plan.corpus.title,
-                "fingerprint": self.plan.corpus.fingerprint,
-                "tokens_fingerprint": data.fingerprint,
-                "train_documents": data.train.documents,
-                "validation_documents": data.validation.documents,
-                "train_tokens": len(data.train.ids),
-                "validation_tokens": len(data.validation.ids),
-            },
-            "versions": resolved["versions"],
-            "machine": {**machine(), "threads": spec.threads},
-            "command": spec.command,
-            "training_text": _training_text(self.plan),
-            "timing_text": (
-                "the median of interleaved repetitions of every variant's whole training step (forward, backward, "
-                "clipping, AdamW), measured before the runs"
-            ),
-            "timing": self.timing,
-            "started": started or now,
-        }
+    Args:
+        command: the command line that makes it; None: its own study.yaml, in its folder.
+        out: None: the study's name here, or the first free number after it.
+    """
+    progress = progress or Progress()
+    with progress:
+        progress.stage("reading the study")
+        return _run(study, resolve(study), command, out, study.name, progress, report)
 
 
-def _training_text(plan: Plan) -> str:
-    spec = plan.spec
-    run = next(iter(plan.runs.values()))
-    seen = spec.steps * spec.batch_size * (spec.tokens - 1)
-    return (
-        f"{spec.steps} steps of {spec.batch_size} sequences of {spec.tokens} tokens ({seen:,} predicted tokens, "
-        f"{seen / max(1, plan.data.train.predictions):.2f} of the training text); AdamW, peak learning rate "
-        f"{spec.learning_rate:g} for every variant (not tuned), {spec.warmup_steps} warm-up steps, then a cosine to "
-        f"{run.final_learning_rate:g} of it; weight decay {run.weight_decay:g}, clipping at {run.clip:g}; "
-        f"{len(spec.seeds)} seeds; every seed gives all variants the same data order, and the same initial value to "
-        "every tensor of equal name and shape"
+def _run(
+    study: Study,
+    spec: StudySpec,
+    command: str | None,
+    out: str | Path | None,
+    default: str,
+    progress: Progress,
+    report: bool,
+) -> Comparison:
+    progress.stage("reading the text and matching budgets")
+    plan = make_plan(spec)
+    resolved = plan.resolved
+    study_hash = identity(resolved)
+    folder = open_folder(out, study_hash, resolved, default=default)
+    command = command or f"headloom study run {shlex.quote(str(folder / 'study.yaml'))}"
+    runner = Runner(plan, folder, study_hash, resolved, study, command, _notes(plan), progress, report)
+    return runner.run()
+
+
+def make_spec(variants: list[Variant], size: Size, **settings: Any) -> StudySpec:
+    """The resolved comparison of parsed variants; None means the size's own value. As `comparison_study`."""
+    return resolve(comparison_study(variants, size.name, **settings), kind="compare", variants=variants)
+
+
+def comparison_study(
+    variants: Sequence[Variant],
+    size: str,
+    *,
+    seeds: int,
+    data: str,
+    tokenizer: str,
+    threads: int | None,
+    steps: int | None = None,
+    tokens: int | None = None,
+    batch_size: int | None = None,
+    learning_rate: float | None = None,
+    engine: str = "local",
+) -> Study:
+    """A comparison as a study: equal parameters by the feed-forward width, equal steps, one learning rate."""
+    if type(seeds) is not int or not 1 <= seeds <= 1000:
+        raise HeadloomError(f"seeds must be a number of seeds from 1 to 1000, not {seeds!r}")
+    try:
+        place = Engine(name=engine)  # type: ignore[arg-type]
+    except ValueError:
+        raise HeadloomError(f"engine must be local or inline, not '{engine}'") from None
+    return Study(
+        name="headloom-compare",
+        variants=tuple(variant.text for variant in variants),
+        budgets=(EQUAL_PARAMETERS,),
+        size=size,
+        seeds=seeds,
+        statistics=seeds > 1,
+        data=data,
+        tokenizer=tokenizer,
+        threads=threads,
+        steps=steps,
+        tokens=tokens,
+        batch_size=batch_size,
+        learning_rates=None if learning_rate is None else (learning_rate,),
+        engine=place,
     )
 
 
-def _notes(variants: Sequence[Variant], plan: Plan) -> list[str]:
-    spec = plan.spec
+def compare_command(spec: StudySpec) -> str:
+    """The command line that makes a comparison, with nothing left to a default."""
+    shape, rate = spec.variants[0].shape, spec.learning_rates[0]
+    arguments = {
+        "--variants": ",".join(Variant(variant.mechanism, variant.options).text for variant in spec.variants),
+        "--size": spec.size,
+        "--steps": shape.steps,
+        "--seeds": len(spec.seeds),
+        "--data": spec.data,
+        "--tokenizer": spec.tokenizer,
+        "--tokens": shape.tokens,
+        "--batch-size": shape.batch_size,
+        "--learning-rate": f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate),
+        "--threads": spec.threads,
+    }
+    words = [word for name, value in arguments.items() for word in (name, str(value))]
+    return shlex.join(["headloom", "compare", *words])
+
+
+def _notes(plan: Plan) -> list[str]:
+    spec, costs = plan.spec, plan.costs()
     notes = [
         f"{variant.label} runs with {name}={variant.options[name]}: the comparison's default, used where none is given."
-        for variant in variants
+        for variant in spec.variants
         for name in variant.defaulted
     ]
     notes += [
-        f"{label} remembers {budget['cache_constant_bytes']:,} bytes a sequence, however long, besides what its tokens "
+        f"{label} remembers {cost['cache_constant_bytes']:,} bytes a sequence, however long, besides what its tokens "
         "leave in the cache."
-        for label, budget in plan.budgets.items()
-        if budget["cache_constant_bytes"]
+        for label, cost in costs.items()
+        if cost["cache_constant_bytes"]
     ]
-    widths = ", ".join(f"{label} {budget['intermediate_size']}" for label, budget in plan.budgets.items())
+    budget = spec.budget("parameters")
+    if budget is not None and budget.knobs == ("F",):
+        widths = ", ".join(f"{label} {cost['intermediate_size']}" for label, cost in costs.items())
+        notes.append(f"Parameters are made equal by the feed-forward width: {widths}.")
+    contexts = {variant.shape.tokens for variant in spec.variants}
+    layers = {variant.shape.num_layers for variant in spec.variants}
+    depth = f"all {layers.pop()} layers" if len(layers) == 1 else "all layers"
+    context = f"a context of {contexts.pop()}" if len(contexts) == 1 else "the context"
     return [
         *notes,
-        f"Parameters are made equal by the feed-forward width: {widths}.",
-        f"Attention FLOPs: forward, all {spec.num_layers} layers, projections included, 2 per multiply-add, visible "
-        f"pairs only, averaged over a context of {spec.tokens}. Cache: all layers, float32.",
+        f"Attention FLOPs: forward, {depth}, projections included, 2 per multiply-add, visible pairs only, averaged "
+        f"over {context}. Cache: all layers, float32.",
         "± in bits per byte is the standard deviation over seeds; ± in the difference is half its 95 % t interval, "
         "paired by seed; better and worse are said where Holm's corrected p-value is below 0.05.",
     ]
@@ -302,9 +222,3 @@ def _data_name(data: str | Path) -> str:
     if not text.strip():
         raise HeadloomError("data is empty: give 'stdlib', a file, a folder, or a Hugging Face data set 'owner/name'")
     return text
-
-
-def _cores() -> int:
-    from headloom.train.records import machine
-
-    return int(machine()["cores"])

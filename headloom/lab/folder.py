@@ -22,11 +22,16 @@ LOCK = ".lock"
 
 
 def write_text(path: Path, text: str) -> None:
+    """As write_bytes, in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` in one step: a reader, or a crash, sees the old file or the new one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
@@ -66,12 +71,14 @@ def slug(label: str) -> str:
     return re.sub(r"[^A-Za-z0-9._=-]+", "-", label).strip("-.") or "variant"
 
 
-def open_folder(out: Path | str | None, study_hash: str, resolved: Mapping[str, Any]) -> Path:
+def open_folder(
+    out: Path | str | None, study_hash: str, resolved: Mapping[str, Any], *, default: str = DEFAULT_NAME
+) -> Path:
     """The folder for the study with this hash, made if absent.
 
-    A given folder must be absent, empty, or hold this very study. Without one it is `headloom-compare` in the current
-    folder, or the first of headloom-compare-2, -3, ... that is free or holds this study. `resolved` is what the hash
-    was taken of; a refusal names what differs.
+    A given folder must be absent, empty, or hold this very study. Without one it is `default` in the current folder,
+    or the first of default-2, -3, ... that is free or holds this study. `resolved` is what the hash was taken of; a
+    refusal names what differs.
     """
     if out is not None:
         folder = Path(out)
@@ -80,10 +87,10 @@ def open_folder(out: Path | str | None, study_hash: str, resolved: Mapping[str, 
             raise HeadloomError(complaint)
     else:
         number = 1
-        folder = Path(DEFAULT_NAME)
+        folder = Path(default)
         while _complaint(folder, study_hash, resolved):
             number += 1
-            folder = Path(f"{DEFAULT_NAME}-{number}")
+            folder = Path(f"{default}-{number}")
     try:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,7 +112,9 @@ def _complaint(folder: Path, study_hash: str, resolved: Mapping[str, Any]) -> st
             f"'{folder}' holds another study ({_what_differs(held, resolved)}): choose another --out, "
             f"delete the folder, or repeat its own command: {held.get('command')}"
         )
-    if any(entry.name not in (LOCK, "runs") for entry in folder.iterdir()) or any((folder / "runs").glob("*")):
+    if any(entry.name not in (LOCK, "runs", "study.yaml") for entry in folder.iterdir()) or any(
+        (folder / "runs").glob("*")
+    ):
         return f"'{folder}' is not empty and holds no study: choose a new folder for --out"
     return ""
 
@@ -118,6 +127,18 @@ def _what_differs(held: Mapping[str, Any], resolved: Mapping[str, Any], shown: i
     texts = [f"{key} {values['there']!r} there, {values['here']!r} here" for key, values in found.items()]
     more = f"; and {len(texts) - shown} more" if len(texts) > shown else ""
     return "; ".join(text if len(text) < 160 else text.split(" ")[0] for text in texts[:shown]) + more
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process is writing the folder."""
+    try:
+        with open(folder / LOCK) as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 @contextmanager

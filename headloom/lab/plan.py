@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.budget import TOLERANCE, match_parameters
+from headloom.lab.budget import Match, solve
 from headloom.lab.fairness import refuse_other_differences
+from headloom.lab.layers import (
+    Counts,
+    allowed_differences,
+    attention_config,
+    meaningless,
+    run_config,
+)
 from headloom.lab.results import run_folder
-from headloom.lab.spec import CompareSpec, VariantSpec
+from headloom.lab.spec import BudgetSpec, Shape, StudySpec, VariantSpec
 from headloom.lab.variants import refuse_duplicates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from headloom.data import Corpus, TokenData
+    from headloom.data import Corpus, Document, TokenData, TokenStream
     from headloom.train import RunConfig
 
 
@@ -25,224 +34,165 @@ if TYPE_CHECKING:
 class Plan:
     """Everything the runs of a study need.
 
-    `runs` are resolved run configurations by (label, seed); `budgets` what each variant costs by label; `configs` what
-    is compared for fairness and printed: a run's configuration with the attention's own, resolved.
+    selection: what learning rates are chosen by, disjoint from `data.validation`, which is reported; None without a
+    grid. shapes: label -> the shape after matching. matches: label -> what each budget came to.
     """
 
-    spec: CompareSpec
+    spec: StudySpec
     corpus: Corpus
     data: TokenData
+    selection: TokenStream | None
     tokenizer: PreTrainedTokenizerFast
-    runs: Mapping[tuple[str, int], RunConfig]
-    budgets: Mapping[str, Mapping[str, Any]]
-    configs: Mapping[str, Mapping[str, Any]]
-    notes: tuple[str, ...] = field(default=())
+    counts: Counts
+    shapes: Mapping[str, Shape]
+    matches: Mapping[str, tuple[Match, ...]]
+
+    def run(self, label: str, seed: int, learning_rate: float | None = None) -> RunConfig:
+        """One run's configuration, resolved against the data."""
+        from headloom.train.run import resolve
+
+        run = run_config(self.spec, self.spec.variant(label), self.shapes[label], seed, learning_rate)
+        return resolve(run, self.data, self.tokenizer)
+
+    def with_shapes(self, shapes: Mapping[str, Shape], matches: Mapping[str, tuple[Match, ...]]) -> Plan:
+        """The plan with other shapes, once time has been matched too."""
+        return dataclasses.replace(self, shapes=shapes, matches=matches)
+
+    @property
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """Label -> a run's configuration with the attention's own, resolved: what is compared, and printed."""
+        found = {}
+        for variant in self.spec.variants:
+            shape = self.shapes[variant.label]
+            run = self.run(variant.label, self.spec.seeds[0]).to_dict()
+            settings = {key: value for key, value in run.items() if key not in ("name", "specs", "num_kv_heads")}
+            attention = attention_config(self.spec, variant, shape)
+            found[variant.label] = {"mechanism": variant.mechanism, **attention, **settings}
+        return found
+
+    def costs(self) -> dict[str, dict[str, Any]]:
+        """Label -> what it costs: parameters, FLOPs of training in both conventions, cache, steps, tokens."""
+        found = {}
+        for variant in self.spec.variants:
+            shape = self.shapes[variant.label]
+            flops = {c: self.counts.flops(variant, shape, c) for c in ("exact", "full")}
+            found[variant.label] = {
+                "shape": shape.model_dump(),
+                "intermediate_size": shape.intermediate_size,
+                "parameters": self.counts.parameters(variant, shape),
+                **{f"training_flops_per_token_{c}": value for c, value in flops.items()},
+                **{f"training_flops_{c}": value * shape.tokens_trained for c, value in flops.items()},
+                **self.counts.attention(variant, shape),
+                "steps": shape.steps,
+                "tokens_trained": shape.tokens_trained,
+                "matches": [match.to_dict() for match in self.matches[variant.label]],
+            }
+        return found
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """What makes this study this one: specification, data, every variant's resolved configuration, versions."""
+        """What makes study and folder belong together: specification, data, resolved configurations, versions. Taken
+        before time is matched: what is measured must not change a study's name."""
         from headloom.train.records import versions
 
+        selection = None if self.selection is None else len(self.selection.ids)
         return {
             "spec": self.spec.model_dump(mode="json"),
-            "data": {"corpus": self.corpus.fingerprint, "tokens": self.data.fingerprint},
-            "configs": {label: dict(config) for label, config in self.configs.items()},
+            "data": {"corpus": self.corpus.fingerprint, "tokens": self.data.fingerprint, "selection": selection},
+            "configs": self.configs,
             "versions": versions(),
         }
 
 
-def make_plan(spec: CompareSpec) -> Plan:
-    """Load the data, match the budgets, and check that the runs differ in nothing else.
+def make_plan(spec: StudySpec) -> Plan:
+    """Load the data, match the budgets (all but time), and check that the runs differ in nothing else.
 
     Raises HeadloomError for data that cannot be used, options that do not fit the size, budgets that cannot be matched,
     equal variants, and unfair ones.
     """
     attentions = {variant.label: attention_config(spec, variant) for variant in spec.variants}  # cheap, so first
-    refuse_duplicates({v.label: (v.mechanism, attentions[v.label]) for v in spec.variants})
+    refuse_duplicates(
+        {v.label: (v.mechanism, {**attentions[v.label], **v.settings, "": repr(v.knobs)}) for v in spec.variants}
+    )
     _check_folders(spec)
 
     from headloom.data import load_corpus, make_tokenizer, prepare
-    from headloom.train.run import resolve
 
     corpus = load_corpus(spec.data)
     tokenizer = make_tokenizer(spec.tokenizer, [document.text for document in corpus.train])
-    data = prepare(corpus, tokenizer, context=spec.tokens, validation_bytes=spec.validation_bytes)
-    widths, budgets = _budgets(spec, data.vocab_size)
-    runs = {
-        (variant.label, seed): resolve(run_config(spec, variant, widths[variant.label], seed), data, tokenizer)
-        for seed in spec.seeds
-        for variant in spec.variants
-    }
-    configs = {
-        variant.label: {
-            "mechanism": variant.mechanism,
-            **attentions[variant.label],
-            **_settings(runs[variant.label, spec.seeds[0]]),
-        }
-        for variant in spec.variants
-    }
-    refuse_other_differences(configs, allowed_differences(spec), meaningless(spec))
-    return Plan(spec, corpus, data, tokenizer, runs, budgets, configs)
+    longest = max(variant.shape.tokens for variant in spec.variants)
+    corpus, chosen_by = (corpus, None) if spec.selection_bytes is None else _split_validation(corpus, spec)
+    data = prepare(corpus, tokenizer, context=longest, validation_bytes=spec.validation_bytes)
+    selection = None
+    if chosen_by is not None:
+        selection = prepare(chosen_by, tokenizer, context=longest, validation_bytes=spec.selection_bytes).validation
+    counts = Counts(spec, data.vocab_size)
+    plan = Plan(spec, corpus, data, selection, tokenizer, counts, *match_budgets(spec, counts))
+    refuse_other_differences(plan.configs, allowed_differences(spec), meaningless(spec))
+    return plan
 
 
-def attention_config(spec: CompareSpec, variant: VariantSpec) -> dict[str, Any]:
-    """The resolved attention; a HeadloomError names the variant whose options do not fit.
-
-    {"attention": the config of every layer} for a mechanism. For a schedule "attention" is what its layers share, and
-    "layers" what else each kind of layer is: {"0-3,5-8": {"mechanism": ..., option: value}}.
-    """
-    from headloom.attention import AttentionConfig, layer_config
-    from headloom.attention.schedules import option_classes, places
-    from headloom.core.config import fields_of
-
-    try:
-        specs = layer_specs(spec, variant)
-        made = [layer_config(name, _shared(spec), options) for name, options in specs]
-        classes = option_classes(variant.mechanism)
-        if len(classes) == 1:
-            return {"attention": made[0].to_dict()}
-        of_schedule, common = fields_of(classes[0]), fields_of(AttentionConfig)
-        given = {k: v for k, v in variant.options.items() if k in common and k not in of_schedule}
-        shared = AttentionConfig(**{**_shared(spec), **given}).to_dict()
-    except HeadloomError as error:
-        raise HeadloomError(f"{variant.label}: {error}") from None
-    kinds: dict[str, list[int]] = {}
-    layers = [
-        {"mechanism": name, **{k: v for k, v in config.to_dict().items() if k not in shared or shared[k] != v}}
-        for (name, _), config in zip(specs, made, strict=True)
-    ]
-    for index, layer in enumerate(layers):
-        kinds.setdefault(repr(layer), []).append(index)
-    return {"attention": shared, "layers": {places(indices): layers[indices[0]] for indices in kinds.values()}}
-
-
-def layer_specs(spec: CompareSpec, variant: VariantSpec) -> list[tuple[str, dict[str, Any]]]:
-    """(mechanism, options) of every layer."""
-    from headloom.attention.schedules import layers_of
-
-    return layers_of(variant.mechanism, variant.options, num_layers=spec.num_layers, tokens=spec.tokens)
-
-
-def allowed_differences(spec: CompareSpec) -> set[str]:
-    """Keys in which runs may differ: the mechanism or schedule, its own options, the feed-forward width, the seed."""
-    from headloom.attention import AttentionConfig
-    from headloom.attention.config import BASE_FIELDS
-    from headloom.attention.schedules import option_classes
-    from headloom.core.config import fields_of
-
-    common = set(fields_of(AttentionConfig)) - {"base", "num_kv_heads", *BASE_FIELDS}
-    classes = [cls for variant in spec.variants for cls in option_classes(variant.mechanism)]
-    own = {name for config_cls in classes for name in fields_of(config_cls)}
-    return {"mechanism", "layers.", "intermediate_size", "seed"} | {f"attention.{name}" for name in own - common}
-
-
-def meaningless(spec: CompareSpec) -> dict[str, set[str]]:
-    """By label, the keys of the attention that make no difference: its mechanism has no use for them, or they follow
-    from its base."""
-    from headloom.attention import layer_config, mechanisms
-
-    alone = [v for v in spec.variants if v.mechanism in mechanisms()]
-    made = {v.label: layer_config(v.mechanism, _shared(spec), v.options) for v in alone}
-    return {label: {f"attention.{name}" for name in {*c.without, *c.base_fields}} for label, c in made.items()}
-
-
-def run_config(spec: CompareSpec, variant: VariantSpec, intermediate_size: int, seed: int) -> RunConfig:
-    """One run's configuration."""
-    from headloom.train import RunConfig
-
-    # `rope_theta` is the model's: layers read it from there, so that all of them turn alike.
-    specs = [
-        (name, {option: value for option, value in options.items() if option != "rope_theta"})
-        for name, options in layer_specs(spec, variant)
-    ]
-    return RunConfig(
-        name=f"{variant.label}-seed{seed}",
-        specs=specs[:1] if all(layer == specs[0] for layer in specs) else specs,
-        hidden_size=spec.hidden_size,
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=intermediate_size,
-        tie_embeddings=spec.tie_embeddings,
-        rope_theta=variant.options.get("rope_theta", spec.rope_theta),
-        tokens=spec.tokens,
-        batch_size=spec.batch_size,
-        steps=spec.steps,
-        learning_rate=spec.learning_rate,
-        warmup_steps=spec.warmup_steps,
-        seed=seed,
-        threads=spec.threads,
-    )
-
-
-def count_parameters(spec: CompareSpec, variant: VariantSpec, vocab_size: int, intermediate_size: int) -> int:
-    """Trainable numbers of the whole model, tied ones once, counted on the meta device."""
-    from headloom.hf import build_model
-
-    run = run_config(spec, variant, intermediate_size, 0)
-    specs = [(layer.mechanism, dict(layer.options)) for layer in run.specs]
-    model = build_model(
-        specs * (run.num_layers // len(specs)),
-        vocab_size=vocab_size,
-        hidden_size=run.hidden_size,
-        num_layers=run.num_layers,
-        num_heads=run.num_heads,
-        num_kv_heads=run.num_kv_heads,
-        head_dim=run.head_dim,
-        intermediate_size=intermediate_size,
-        max_positions=run.tokens,
-        tie_embeddings=run.tie_embeddings,
-        rope_theta=run.rope_theta,
-        device="meta",
-    )
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _budgets(spec: CompareSpec, vocab_size: int) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
-    from headloom.bench.cost import layer_costs
-
-    target = count_parameters(spec, spec.variant(spec.reference), vocab_size, spec.intermediate_size)
-    widths: dict[str, int] = {}
-    budgets: dict[str, dict[str, Any]] = {}
-    for variant in spec.variants:
-        if variant.label == spec.reference:
-            widths[variant.label], parameters = spec.intermediate_size, target
-        else:
-            match = match_parameters(
-                partial(count_parameters, spec, variant, vocab_size),
-                target,
-                start=spec.intermediate_size,
+def match_budgets(spec: StudySpec, counts: Counts) -> tuple[dict[str, Shape], dict[str, tuple[Match, ...]]]:
+    """Every variant's shape at the budgets that can be counted, one after the other."""
+    shapes = {variant.label: variant.shape for variant in spec.variants}
+    matches: dict[str, tuple[Match, ...]] = {variant.label: () for variant in spec.variants}
+    for budget in spec.budgets:
+        if budget.match == "time":
+            continue
+        for variant in _targets_first(spec, budget):
+            target = spec.target(budget, variant)
+            if target is None:
+                continue
+            shape, match = solve(
+                shapes[variant.label],
+                budget.knobs_of(variant),
+                partial(counts.budget, budget, variant),
+                counts.budget(budget, spec.variant(target), shapes[target]),
+                match=budget.match,
                 label=variant.label,
-                tolerance=TOLERANCE,
+                tolerance=budget.tolerance,
             )
-            widths[variant.label], parameters = match.intermediate_size, match.parameters
-        layers = layer_costs(layer_specs(spec, variant), tokens=spec.tokens, **_shared(spec))
-        budgets[variant.label] = {
-            "intermediate_size": widths[variant.label],
-            "parameters": parameters,
-            "attention_flops_per_token": sum(layer.flops_exact for layer in layers) / spec.tokens,
-            "cache_bytes_per_token": sum(layer.cache_bytes_per_token for layer in layers),
-            "cache_constant_bytes": sum(layer.cache_constant_bytes for layer in layers),
-        }
-    return widths, budgets
+            shapes[variant.label], matches[variant.label] = shape, (*matches[variant.label], match)
+    return shapes, matches
 
 
-def _shared(spec: CompareSpec) -> dict[str, Any]:
-    """What the model gives the attention of every layer."""
-    return {
-        "hidden_size": spec.hidden_size,
-        "num_heads": spec.num_heads,
-        "head_dim": spec.head_dim,
-        "rope_theta": spec.rope_theta,
-    }
+def _targets_first(spec: StudySpec, budget: BudgetSpec) -> list[VariantSpec]:
+    """The variants in an order in which a target's own budgets come before those that are matched to it."""
+    targets = {spec.target(budget, variant) for variant in spec.variants}
+    return sorted(spec.variants, key=lambda variant: variant.label not in targets)
 
 
-def _settings(run: RunConfig) -> dict[str, Any]:
-    """A run's configuration without its name and mechanism, which stand beside it resolved."""
-    return {key: value for key, value in run.to_dict().items() if key not in ("name", "specs", "num_kv_heads")}
+def _split_validation(corpus: Corpus, spec: StudySpec) -> tuple[Corpus, Corpus]:
+    """The held-out documents in two halves, by a shuffle of their names: to report, and to choose learning rates by.
+
+    A single document is cut in the middle.
+    """
+    from headloom.data import Document
+
+    held = sorted(corpus.validation, key=lambda document: document.name)
+    if len(held) > 1:
+        order = random.Random(0).sample(held, len(held))
+        reported, chosen_by = order[: (len(held) + 1) // 2], order[(len(held) + 1) // 2 :]
+    else:
+        text = held[0].text
+        middle = len(text) // 2
+        if not text[:middle].strip() or not text[middle:].strip():
+            raise HeadloomError(
+                f"the held-out text of {corpus.title} is too small to be split in two, one part to choose learning "
+                "rates by and one to report: give more text, or one learning rate"
+            )
+        reported, chosen_by = (
+            [Document(held[0].name, text[:middle])],
+            [Document(held[0].name, text[middle:])],
+        )
+    return _held(corpus, reported), _held(corpus, chosen_by)
 
 
-def _check_folders(spec: CompareSpec) -> None:
+def _held(corpus: Corpus, documents: Sequence[Document]) -> Corpus:
+    return dataclasses.replace(corpus, validation=tuple(sorted(documents, key=lambda document: document.name)))
+
+
+def _check_folders(spec: StudySpec) -> None:
     folders = [run_folder(variant.label, 0) for variant in spec.variants]
     for place, folder in enumerate(folders):
         if folder in folders[:place]:

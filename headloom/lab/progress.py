@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Progress:
-    """Called by `compare`; every method may be left as it is."""
+    """Called by a study; every method may be left as it is. Runs may go on side by side."""
 
     def __enter__(self) -> Self:
         return self
@@ -24,20 +24,20 @@ class Progress:
         """What is being done before the runs."""
 
     def start(self, runs: int, steps: int, done: int) -> None:
-        """`runs` runs of `steps` steps each, `done` of them kept from before."""
+        """`runs` runs, `done` of them kept from before; the others take `steps` steps together."""
 
-    def run(self, label: str, seed: int, number: int) -> None:
+    def run(self, name: str, number: int) -> None:
         """Run `number` (from 1) begins."""
 
-    def step(self, step: int, loss: float) -> None:
-        """The current run has made `step` steps."""
+    def step(self, number: int, step: int, loss: float) -> None:
+        """Run `number` has made `step` steps."""
 
-    def ran(self, summary: str) -> None:
-        """The current run has ended."""
+    def ran(self, number: int, summary: str) -> None:
+        """Run `number` has ended."""
 
 
 class Bar(Progress):
-    """One bar over runs x steps on stderr, with the current variant, its loss and the time left.
+    """One bar over the steps of all runs on stderr, with the run that moved last, its loss and the time left.
 
     Where stderr is no terminal, one line a run instead.
     """
@@ -60,8 +60,9 @@ class Bar(Progress):
             disable=not self._live,
         )
         self._task = self._bar.add_task("preparing", total=None)
-        self._runs, self._steps, self._done = 0, 0, 0
-        self._name = ""
+        self._runs = 0
+        self._names: dict[int, str] = {}
+        self._made: dict[int, int] = {}
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -81,24 +82,23 @@ class Bar(Progress):
             self.note(text)
 
     def start(self, runs: int, steps: int, done: int) -> None:
-        self._runs, self._steps, self._done = runs, steps, done
+        self._runs = runs
         # A new task, so that the time left is reckoned from the runs alone.
         self._bar.remove_task(self._task)
-        self._task = self._bar.add_task("training", total=(runs - done) * steps)
-        self._finished = 0
+        self._task = self._bar.add_task("training", total=steps)
+        self._made = {}
 
-    def run(self, label: str, seed: int, number: int) -> None:
-        self._name = f"{number}/{self._runs} {label} seed {seed}"
-        self._bar.update(self._task, description=self._name)
+    def run(self, name: str, number: int) -> None:
+        self._names[number] = f"{number}/{self._runs} {name}"
+        self._bar.update(self._task, description=self._names[number])
 
-    def step(self, step: int, loss: float) -> None:
+    def step(self, number: int, step: int, loss: float) -> None:
+        self._made[number] = step
         self._bar.update(
             self._task,
-            completed=self._finished * self._steps + step,
-            description=f"{self._name} step {step} loss {loss:.3f}",
+            completed=sum(self._made.values()),
+            description=f"{self._names[number]} step {step} loss {loss:.3f}",
         )
 
-    def ran(self, summary: str) -> None:
-        self._finished += 1
-        self._bar.update(self._task, completed=self._finished * self._steps)
-        self.note(f"{self._name}: {summary}")
+    def ran(self, number: int, summary: str) -> None:
+        self.note(f"{self._names[number]}: {summary}")

@@ -10,25 +10,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headloom.lab.budget import TOLERANCE
 from headloom.lab.fairness import differences, flatten
 from headloom.lab.folder import read_json, slug, write_csv, write_json
-from headloom.lab.spec import CompareSpec
-from headloom.lab.statistics import Difference, correct, paired_difference, sentence, spread
+from headloom.lab.spec import StudySpec, VariantSpec
+from headloom.lab.statistics import Difference, correct, paired_difference, sentence, spread, summary
 
 UNIT = "bits per byte"
-CONDITION = f"at equal parameters (within {TOLERANCE:.1%}) and equal steps".replace("%", " %")
+Quality = dict[str, dict[int, float]]
 
 
-def run_folder(label: str, seed: int) -> str:
-    """A run's folder inside the study's: runs/<variant>-seed<k>."""
-    return f"runs/{slug(label)}-seed{seed}"
+def run_folder(label: str, seed: int, learning_rate: float | None = None) -> str:
+    """A run's folder inside the study's: runs/<variant>-seed<k>, with -lr<rate> before the seed where rates differ."""
+    rate = "" if learning_rate is None else f"-lr{learning_rate:g}"
+    return f"runs/{slug(label)}{rate}-seed{seed}"
 
 
-def read_run(folder: Path, label: str, seed: int) -> dict[str, Any]:
+def folder_of(spec: StudySpec, label: str, seed: int, learning_rate: float) -> str:
+    """The same; the rate stands in the name where the study has a grid of them."""
+    return run_folder(label, seed, learning_rate if spec.has_grid else None)
+
+
+def read_run(spec: StudySpec, folder: Path, label: str, seed: int, learning_rate: float) -> dict[str, Any]:
     """A run's state: finished (with its numbers), failed (with the reason), or waiting."""
-    name = run_folder(label, seed)
-    run: dict[str, Any] = {"variant": label, "seed": seed, "folder": name, "status": "waiting"}
+    name = folder_of(spec, label, seed, learning_rate)
+    run: dict[str, Any] = {
+        "variant": label,
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "folder": name,
+        "status": "waiting",
+    }
     failure = read_json(folder / name / "failure.json")
     if failure is not None:
         return {**run, "status": "failed", "reason": str(failure.get("reason", "unknown"))}
@@ -38,21 +49,57 @@ def read_run(folder: Path, label: str, seed: int) -> dict[str, Any]:
     bits = result.get("bits_per_byte")
     if not isinstance(bits, int | float) or not math.isfinite(bits):
         return {**run, "status": "failed", "reason": f"bits per byte is {bits}, not a finite number"}
+    same = ("perplexity", "selection_bits_per_byte", "train_seconds", "tokens_per_second", "parameters", "weights")
     return {
         **run,
         "status": "finished",
         "bits_per_byte": bits,
-        "perplexity": result["perplexity"],
-        "train_seconds": result["train_seconds"],
+        **{key: result[key] for key in same},
         "step_time": result["step_time_seconds"],
-        "tokens_per_second": result["tokens_per_second"],
-        "parameters": result["parameters"],
+        "mixes": (folder / name / "mixes.npz").is_file(),
         "quality_text": result["validation_text"],
     }
 
 
+def read_runs(spec: StudySpec, folder: Path) -> list[dict[str, Any]]:
+    """The state of every run, seed by seed: of the grid, and at the rate that was chosen; `chosen` says which are."""
+    known = {
+        (variant.label, rate, seed): read_run(spec, folder, variant.label, seed, rate)
+        for seed in spec.seeds[: spec.grid_seeds]
+        for variant in spec.variants
+        for rate in spec.learning_rates
+    }
+    chosen = {variant.label: best_rate(spec, variant.label, known) for variant in spec.variants}
+    for seed in spec.seeds[spec.grid_seeds :]:
+        for variant in spec.variants:
+            rate = chosen[variant.label]
+            if rate is not None:
+                key = variant.label, rate, seed
+                known[key] = read_run(spec, folder, variant.label, seed, rate)
+    return [{**run, "chosen": run["learning_rate"] == chosen[run["variant"]]} for run in known.values()]
+
+
+def best_rate(spec: StudySpec, label: str, runs: Mapping[tuple[str, float, int], Mapping[str, Any]]) -> float | None:
+    """The learning rate with the fewest bits per byte on the selection split, over the seeds of the grid.
+
+    None while runs of the grid are missing. A rate at which a seed failed counts only when all of them have failures.
+    """
+    if not spec.has_grid:
+        return spec.learning_rates[0]
+    seeds = spec.seeds[: spec.grid_seeds]
+    scores: list[tuple[int, float, float]] = []
+    for rate in spec.learning_rates:
+        mine = [runs[label, rate, seed] for seed in seeds]
+        if any(run["status"] == "waiting" for run in mine):
+            return None
+        found = [run["selection_bits_per_byte"] for run in mine if run["status"] == "finished"]
+        mean = math.fsum(found) / len(found) if found else math.inf
+        scores.append((len(mine) - len(found), mean, rate))
+    return min(scores)[2]
+
+
 def summarise(
-    spec: CompareSpec,
+    spec: StudySpec,
     folder: Path,
     *,
     study_hash: str,
@@ -64,105 +111,163 @@ def summarise(
     """The content of results.json.
 
     Args:
-        planned: label -> intermediate_size, parameters, attention_flops_per_token, cache_bytes_per_token,
-            cache_constant_bytes.
+        planned: label -> what `Plan.costs` says.
         configs: label -> resolved run configuration (of one seed).
         timing: label -> median, low, high, repeats of the interleaved step times, in seconds; may be empty.
     """
-    runs = [read_run(folder, variant.label, seed) for seed in spec.seeds for variant in spec.variants]
-    quality = {
-        variant.label: {
-            run["seed"]: run["bits_per_byte"]
-            for run in runs
-            if run["variant"] == variant.label and run["status"] == "finished"
-        }
-        for variant in spec.variants
-    }
-    others = [variant.label for variant in spec.variants if variant.label != spec.reference]
-    compared = dict(
-        zip(
-            others,
-            correct([paired_difference(quality[label], quality[spec.reference]) for label in others]),
-            strict=True,
-        )
-    )
-    variants = []
-    for variant in spec.variants:
-        label = variant.label
-        mine = [run for run in runs if run["variant"] == label]
-        variants.append(
-            {
-                "label": label,
-                "mechanism": variant.mechanism,
-                "options": dict(variant.options),
-                **planned[label],
-                "parameters_relative": planned[label]["parameters"] / planned[spec.reference]["parameters"] - 1,
-                "step_time": dict(timing[label]) if label in timing else None,
-                "step_ratio": _ratio(timing, label, spec.reference),
-                "bits_per_byte": {
-                    **spread(list(quality[label].values())).to_dict(),
-                    "values": {str(seed): bits for seed, bits in quality[label].items()},
-                },
-                "difference": compared[label].to_dict() if label in compared else None,
-                "failed": [{"seed": run["seed"], "reason": run["reason"]} for run in mine if run["status"] == "failed"],
-            }
-        )
+    runs = read_runs(spec, folder)
+    quality: Quality = {variant.label: {} for variant in spec.variants}
+    for run in runs:
+        if run["chosen"] and run["status"] == "finished":
+            quality[run["variant"]][run["seed"]] = run["bits_per_byte"]
+    pairs = [(v.label, v.against) for v in spec.variants if v.against is not None]
+    found = correct([paired_difference(quality[label], quality[against]) for label, against in pairs])
+    compared = dict(zip(pairs, found, strict=True))
+    variants = [_variant(spec, variant, runs, quality, compared, planned, timing) for variant in spec.variants]
     texts = [run.pop("quality_text") for run in runs if run["status"] == "finished"]
-    found = differences(configs)
+    differing = differences(configs)
     first = flatten(next(iter(configs.values())))
     return {
-        "format": 1,
+        "format": 2,
         "hash": study_hash,
-        "status": _status(runs),
+        "status": _status(spec, runs),
         "reference": spec.reference,
+        "condition": condition(spec),
         "variants": variants,
         "runs": runs,
         "headlines": headlines(spec, compared, timing),
+        "summary": summary(compared, unit=UNIT, condition=condition(spec)),
         "notes": [*notes, *_failure_notes(runs)],
+        "warnings": _warnings(variants),
         "quality_text": texts[0] if texts else "",
-        "config_differences": found,
-        "common": {key: value for key, value in first.items() if key not in found and key != "seed"},
+        "config_differences": differing,
+        "common": {key: value for key, value in first.items() if key not in differing and key != "seed"},
     }
 
 
+def _variant(
+    spec: StudySpec,
+    variant: VariantSpec,
+    runs: Sequence[Mapping[str, Any]],
+    quality: Quality,
+    compared: Mapping[tuple[str, str], Difference],
+    planned: Mapping[str, Mapping[str, Any]],
+    timing: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    label, other = variant.label, variant.against or variant.label
+    mine = [run for run in runs if run["variant"] == label]
+    chosen = next((run["learning_rate"] for run in mine if run["chosen"]), None)
+    rates = spec.learning_rates
+    step = timing[label]["median"] if label in timing else None
+    difference = compared.get((label, other))
+    return {
+        "label": label,
+        "mechanism": variant.mechanism,
+        "options": dict(variant.options),
+        "against": variant.against,
+        "settings": dict(variant.settings),
+        **planned[label],
+        "parameters_relative": planned[label]["parameters"] / planned[other]["parameters"] - 1,
+        "planned_seconds": None if step is None else step * planned[label]["steps"],
+        "step_time": dict(timing[label]) if label in timing else None,
+        "step_ratio": _ratio(timing, label, other),
+        "learning_rate": chosen,
+        "grid": [_grid_point(rate, mine, spec.seeds[: spec.grid_seeds]) for rate in rates] if spec.has_grid else [],
+        "grid_edge": spec.has_grid and chosen in (rates[0], rates[-1]),
+        "bits_per_byte": {
+            **spread(list(quality[label].values())).to_dict(),
+            "values": {str(seed): bits for seed, bits in quality[label].items()},
+        },
+        "difference": difference.to_dict() if difference else None,
+        "failed": [
+            {key: run[key] for key in ("seed", "learning_rate", "reason")} for run in mine if run["status"] == "failed"
+        ],
+    }
+
+
+def _grid_point(rate: float, runs: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
+    mine = [run for run in runs if run["learning_rate"] == rate and run["seed"] in seeds]
+    values = {str(run["seed"]): run["selection_bits_per_byte"] for run in mine if run["status"] == "finished"}
+    return {
+        "learning_rate": rate,
+        "selection_bits_per_byte": {**spread(list(values.values())).to_dict(), "values": values},
+        "failed": sum(run["status"] == "failed" for run in mine),
+    }
+
+
+def condition(spec: StudySpec) -> str:
+    """What the variants are equal in: "at equal parameters (within 0.5 %) and equal steps"."""
+    words = {"flops": "training FLOPs", "cache": "cache bytes"}
+    parts = [
+        f"equal {words.get(budget.match, budget.match)} (within {budget.tolerance:.1%})".replace("%", " %")
+        for budget in spec.budgets
+    ]
+    turned = {knob for v in spec.variants for b in spec.budgets if spec.target(b, v) for knob in b.knobs_of(v)}
+    if "steps" not in turned and "steps" not in spec.axes:
+        parts.append("equal steps")
+    return "at " + " and ".join(parts) if parts else "with nothing made equal"
+
+
 def headlines(
-    spec: CompareSpec, compared: Mapping[str, Difference], timing: Mapping[str, Mapping[str, Any]]
+    spec: StudySpec, compared: Mapping[tuple[str, str], Difference], timing: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """One sentence a variant on quality, the clearest gain first, and one on what the steps cost."""
     order = {"better": 0, "worse": 1, "same": 2, "unknown": 3}
-    ranked = sorted(compared, key=lambda label: (order[compared[label].verdict], compared[label].mean or 0.0))
-    lines = [sentence(label, spec.reference, compared[label], unit=UNIT, condition=CONDITION) for label in ranked]
+    ranked = sorted(compared, key=lambda pair: (order[compared[pair].verdict], compared[pair].mean or 0.0))
+    lines = [
+        sentence(label, against, compared[label, against], unit=UNIT, condition=condition(spec))
+        for label, against in ranked
+    ]
     ratios = [
-        f"{label} {ratio:.2f}"
-        for label in (variant.label for variant in spec.variants)
-        if label != spec.reference and (ratio := _ratio(timing, label, spec.reference)) is not None
+        f"{label} {ratio:.2f}" for label, against in compared if (ratio := _ratio(timing, label, against)) is not None
     ]
     if ratios:
-        lines.append(
-            f"A training step takes, in {spec.reference}'s step times: {', '.join(ratios)}. "
-            "The comparison is at equal steps, not at equal time."
-        )
+        references = {against for _, against in compared}
+        whose = f"{references.pop()}'s" if len(references) == 1 else "its reference's"
+        text = f"A training step takes, in {whose} step times: {', '.join(ratios)}."
+        if spec.budget("time") is None:
+            text += " The comparison is at equal steps, not at equal time." if "equal steps" in condition(spec) else ""
+        lines.append(text)
     return lines
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
     """results.json, and results.csv with one line a run."""
     write_json(folder / "results.json", results)
-    columns = ("variant", "seed", "status", "bits_per_byte", "perplexity", "train_seconds", "step_time", "reason")
+    columns = ["variant", "seed", "status", "bits_per_byte", "perplexity", "train_seconds", "step_time", "reason"]
+    columns += ["learning_rate", "chosen", "selection_bits_per_byte"]
     write_csv(folder / "results.csv", columns, [[run.get(column, "") for column in columns] for run in results["runs"]])
 
 
-def _ratio(timing: Mapping[str, Mapping[str, Any]], label: str, reference: str) -> float | None:
-    if label not in timing or reference not in timing:
+def _ratio(timing: Mapping[str, Mapping[str, Any]], label: str, against: str) -> float | None:
+    if label not in timing or against not in timing:
         return None
-    return float(timing[label]["median"] / timing[reference]["median"])
+    return float(timing[label]["median"] / timing[against]["median"])
 
 
-def _status(runs: Sequence[Mapping[str, Any]]) -> str:
+def _status(spec: StudySpec, runs: Sequence[Mapping[str, Any]]) -> str:
     states = {run["status"] for run in runs}
-    if "waiting" in states:
+    waiting = "waiting" in states or {run["variant"] for run in runs if run["chosen"]} < {
+        v.label for v in spec.variants
+    }
+    if waiting:
         return "partial"
     return "failed" if "failed" in states else "complete"
+
+
+def _warnings(variants: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = []
+    for variant in variants:
+        if variant["grid_edge"]:
+            rates = [point["learning_rate"] for point in variant["grid"]]
+            end = "lowest" if variant["learning_rate"] == rates[0] else "highest"
+            found.append(
+                f"{variant['label']}'s best learning rate, {variant['learning_rate']:g}, is the {end} of its grid: a "
+                "better one may lie beyond it, so give a wider grid before trusting its place."
+            )
+        if variant["difference"] is not None and 0 < variant["difference"]["n"] < 3:
+            found.append(f"{variant['label']} is compared over {variant['difference']['n']} seeds: three are usual.")
+    return found
 
 
 def _failure_notes(runs: Sequence[Mapping[str, Any]]) -> list[str]:

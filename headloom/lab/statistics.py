@@ -5,7 +5,10 @@ both share. For n >= 2 pairs with differences d_1..d_n, mean m and standard devi
 
     interval  m +- t_{0.975, n-1} s / sqrt(n)        p = 2 P(t_{n-1} > |m| sqrt(n) / s)
 
-One pair gives neither. Several variants against one reference are several chances to be lucky, so the p-values are
+One pair gives neither. From six pairs on a bootstrap interval stands beside it (resampled pairs, percentiles of the
+mean): it does not need the differences to be normal, but fewer pairs have too few resamples to be worth one. `effect`
+is the mean difference in units of the noise between seeds: m / sqrt((s_v^2 + s_r^2) / 2), from the two variants' own
+standard deviations. Several variants against one reference are several chances to be lucky, so the p-values are
 corrected by Holm's method and the verdict is taken from the corrected value.
 """
 
@@ -17,6 +20,8 @@ from dataclasses import asdict, dataclass
 
 LEVEL = 0.95
 ALPHA = 0.05
+BOOTSTRAP_PAIRS = 6
+RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ class Difference:
     p: float | None = None
     p_holm: float | None = None
     verdict: str = "unknown"
+    bootstrap_low: float | None = None
+    bootstrap_high: float | None = None
+    effect: float | None = None
 
     def to_dict(self) -> dict[str, float | int | str | None]:
         return asdict(self)
@@ -77,7 +85,36 @@ def paired_difference(variant: Mapping[int, float], reference: Mapping[int, floa
         p = float(2 * stats.t.sf(abs(found.mean) / standard_error, found.n - 1))
     else:  # every seed agrees to the last bit
         p = 1.0 if found.mean == 0 else 0.0
-    return Difference(found.n, found.mean, half, found.mean - half, found.mean + half, p)
+    low, high = bootstrap([variant[seed] - reference[seed] for seed in seeds])
+    return Difference(
+        found.n,
+        found.mean,
+        half,
+        found.mean - half,
+        found.mean + half,
+        p,
+        bootstrap_low=low,
+        bootstrap_high=high,
+        effect=_effect(found.mean, [variant[seed] for seed in seeds], [reference[seed] for seed in seeds]),
+    )
+
+
+def bootstrap(differences: Sequence[float]) -> tuple[float | None, float | None]:
+    """The 95 % percentile interval of the mean of resampled pairs, always the same for the same numbers; (None, None)
+    for fewer than six."""
+    import numpy as np
+
+    if len(differences) < BOOTSTRAP_PAIRS:
+        return None, None
+    values = np.asarray(differences)
+    means = values[np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))].mean(1)
+    low, high = np.quantile(means, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
+    return float(low), float(high)
+
+
+def _effect(mean: float, variant: Sequence[float], reference: Sequence[float]) -> float | None:
+    noise = math.sqrt(((spread(variant).sd or 0.0) ** 2 + (spread(reference).sd or 0.0) ** 2) / 2)
+    return mean / noise if noise > 0 else None
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -154,3 +191,41 @@ def sentence(label: str, reference: str, difference: Difference, *, unit: str, c
         return f"{label} is {difference.verdict} than {reference} by {size} {over} ({p}, Holm)."
     signed = f"{difference.mean:+.{places}f} ± {difference.half_width:.{places}f} {unit}"
     return f"{label} is not distinguishable from {reference} {over}: difference {signed} ({p}, Holm)."
+
+
+def summary(compared: Mapping[tuple[str, str], Difference], *, unit: str, condition: str) -> str:
+    """All findings in one sentence: (label, what it was compared with) -> difference, corrected by `correct`.
+
+    "iha is better than mha by 0.012 ± 0.004 bits per byte over 5 seeds at equal time; sas is not distinguishable."
+    """
+    if not compared:
+        return ""
+    words = {"better": [], "worse": [], "same": [], "unknown": []}  # type: dict[str, list[str]]
+    references = {reference for _, reference in compared}
+    counts = sorted({found.n for found in compared.values()})
+    for (label, reference), found in compared.items():
+        than = f" than {reference}"
+        if found.verdict in ("better", "worse"):
+            assert found.mean is not None and found.half_width is not None
+            places = decimals(found.half_width)
+            size = f"{abs(found.mean):.{places}f} ± {found.half_width:.{places}f} {unit}"
+            words[found.verdict].append(f"{label} is {found.verdict}{than} by {size}")
+        else:
+            from_what = "" if len(references) == 1 else f" from {reference}"
+            words[found.verdict].append(label + from_what)
+    parts = words["better"] + words["worse"]
+    over = f" over {counts[0] if len(counts) == 1 else f'{counts[0]} to {counts[-1]}'} seeds {condition}"
+    if parts:
+        parts[0] += over
+    for kind, text in (("same", "not distinguishable"), ("unknown", "not compared")):
+        if words[kind]:
+            verb = "is" if len(words[kind]) == 1 else "are"
+            parts.append(f"{_listed(words[kind])} {verb} {text}")
+            if len(parts) == 1:
+                against = f" from {next(iter(references))}" if len(references) == 1 and kind == "same" else ""
+                parts[0] += against + over
+    return "; ".join(parts) + "."
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

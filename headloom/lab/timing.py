@@ -1,40 +1,57 @@
-"""Step times that can be compared: every variant's real training step, taken in turns, before the runs."""
+"""Equal time: every variant's real training step, taken in turns before the runs, and the number of steps each gets.
+
+What was measured is frozen in study.json: a study that goes on, or is made again from that file, does not measure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from headloom.core.errors import HeadloomError
+from headloom.lab.budget import Match, setting, turned
+from headloom.lab.spec import FIELDS, BudgetSpec, Shape, StudySpec, VariantSpec
+
 if TYPE_CHECKING:
-    from headloom.lab.plan import Plan
+    from transformers import PreTrainedTokenizerFast
+
+    from headloom.data import TokenData
+    from headloom.train import RunConfig
 
 REPEATS, WARMUP = 9, 2
+GUESSES = 4
+
+Timing = dict[str, Any]
+Measure = Callable[[Mapping[str, Shape]], dict[str, Timing]]
 
 
-def step_times(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Label -> median, low and high seconds of a training step over `repeats` interleaved repetitions.
+def step_times(
+    runs: Mapping[str, RunConfig], data: TokenData, tokenizer: PreTrainedTokenizerFast, *, repeats: int = REPEATS
+) -> dict[str, Timing]:
+    """Label -> median, low and high seconds of a training step over interleaved repetitions.
 
-    A step is the forward and backward pass of one batch, clipping and AdamW's update, with the run's own model,
-    parameter groups, batch and threads.
+    A step is the forward and backward pass of one batch in its accumulation steps, clipping and AdamW's update, with
+    the run's own model, parameter groups, batch, threads, type, compilation and activation checkpoints.
     """
     import torch
 
     from headloom.bench.speed import interleaved
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(plan.spec.threads)
+    torch.set_num_threads(next(iter(runs.values())).threads or threads)
     try:
-        steps = {variant.label: _training_step(plan, variant.label) for variant in plan.spec.variants}
-        timings = interleaved(steps, repeats=REPEATS, warmup=WARMUP)
+        steps = {label: training_step(run, data, tokenizer) for label, run in runs.items()}
+        timings = interleaved(steps, repeats=repeats, warmup=WARMUP)
     finally:
         torch.set_num_threads(threads)
     return {
-        label: {"median": timing.median, "low": timing.low, "high": timing.high, "repeats": REPEATS}
+        label: {"median": timing.median, "low": timing.low, "high": timing.high, "repeats": repeats}
         for label, timing in timings.items()
     }
 
 
-def _training_step(plan: Plan, label: str) -> Callable[[], object]:
+def training_step(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> Callable[[], object]:
+    """One training step of a run, to be called again and again."""
     import torch
 
     from headloom.data import TrainingRows
@@ -42,19 +59,123 @@ def _training_step(plan: Plan, label: str) -> Callable[[], object]:
     from headloom.train.run import build
     from headloom.train.trainer import collate
 
-    run = plan.runs[label, plan.spec.seeds[0]]
-    model: Any = build(run, plan.tokenizer)
-    model.to(run.device).train()
+    model: Any = build(run, tokenizer)
+    device = run.device or "cpu"
+    model.to(device).train()
+    if run.checkpoint_activations:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    called = torch.compile(model, backend=run.compile) if run.compile else model
     optimizer = torch.optim.AdamW(
         parameter_groups(model, run.weight_decay), lr=run.learning_rate, betas=run.betas, eps=run.adam_eps, fused=True
     )
-    rows = TrainingRows(plan.data.train, context=run.tokens, seed=run.seed, count=run.batch_size)
-    batch = {key: value.to(run.device) for key, value in collate([rows[i] for i in range(len(rows))]).items()}
+    rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.batch_size)
+    cuts = range(0, run.batch_size, run.micro_batch_size)
+    batches = [
+        {k: v.to(device) for k, v in collate([rows[i] for i in range(cut, cut + run.micro_batch_size)]).items()}
+        for cut in cuts
+    ]
 
     def step() -> None:
-        model(**batch, use_cache=False).loss.backward()
+        for batch in batches:
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=run.dtype == "bfloat16"):
+                loss = called(**batch, use_cache=False).loss
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+def match_time(
+    spec: StudySpec, shapes: Mapping[str, Shape], measure: Measure
+) -> tuple[dict[str, Shape], dict[str, Timing], dict[str, Match]]:
+    """Shapes whose runs take equal time, every variant's step time, and what the budget came to.
+
+    Knobs of the model are turned until a step takes as near as can be the target's; then all steps are measured
+    together, and `steps`, if it is a knob, closes what is left.
+
+    Raises HeadloomError when the nearest reachable time is further from the target's than the tolerance.
+    """
+    budget = spec.budget("time")
+    shapes = dict(shapes)
+    if budget is not None:
+        for variant in spec.variants:
+            target = spec.target(budget, variant)
+            for knob in budget.knobs_of(variant) if target else ():
+                if knob != "steps":
+                    assert target is not None
+                    shapes[variant.label] = _grown(variant.label, knob, shapes, target, measure)
+    timing = measure(shapes)
+    matches = {}
+    if budget is not None:
+        for variant in spec.variants:
+            target = spec.target(budget, variant)
+            if target is not None:
+                seconds = shapes[target].steps * timing[target]["median"]
+                shapes[variant.label], matches[variant.label] = _timed(
+                    variant, budget, shapes[variant.label], timing[variant.label]["median"], seconds
+                )
+    return shapes, timing, matches
+
+
+def _timed(variant: VariantSpec, budget: BudgetSpec, shape: Shape, step: float, seconds: float) -> tuple[Shape, Match]:
+    knobs = budget.knobs_of(variant)
+    if "steps" in knobs:
+        shape = shape.model_copy(update={"steps": max(1, round(seconds / step))})
+    met = Match("time", knobs, seconds, shape.steps * step)
+    if abs(met.relative) > budget.tolerance:
+        name = FIELDS[knobs[-1]][0]
+        raise HeadloomError(
+            f"{variant.label} cannot be matched to {seconds:.4g} seconds of training within {budget.tolerance:.1%}: "
+            f"the nearest it reaches is {met.count:.4g} ({met.relative:+.1%}) at {name}={getattr(shape, name)}; "
+            + ("give more steps" if "steps" in knobs else "let steps close the gap (knob: [..., steps])")
+            + ", a wider tolerance, or leave it out"
+        )
+    return shape, met
+
+
+def _grown(label: str, knob: str, shapes: Mapping[str, Shape], target: str, measure: Measure) -> Shape:
+    """The shape with the knob where a step takes nearest to the target's: guessed from the line through what was
+    measured, measured, and again, a few times."""
+    before, goal = shapes[label], shapes[target]
+    ratios: dict[int, float] = {}
+
+    def ratio(value: int) -> float:
+        if value not in ratios:
+            found = measure({label: turned(before, knob, value), target: goal})
+            # the target's whole time over this one's steps: what its step may take
+            allowed = found[target]["median"] * (goal.steps / before.steps if goal.steps != before.steps else 1.0)
+            ratios[value] = found[label]["median"] / allowed
+        return ratios[value]
+
+    value = setting(before, knob)
+    ratio(value)
+    guess = max(1, round(value / ratios[value]))
+    for _ in range(GUESSES):
+        guess = guess if guess not in ratios else _between(ratios)
+        if guess in ratios:
+            break
+        try:
+            ratio(guess)
+        except HeadloomError:  # no such model: the next one up, once
+            ratios[guess] = float("inf")
+            guess += 1
+            continue
+        guess = _on_line(ratios)
+    best = min(ratios, key=lambda v: (abs(ratios[v] - 1), v))
+    return turned(before, knob, best)
+
+
+def _on_line(ratios: Mapping[int, float]) -> int:
+    """Where the line through the two values nearest to 1 meets 1."""
+    (a, ya), (b, yb) = sorted(ratios.items(), key=lambda item: abs(item[1] - 1))[:2]
+    if yb == ya or abs(yb) == float("inf"):
+        return a
+    return max(1, round(a + (1 - ya) * (b - a) / (yb - ya)))
+
+
+def _between(ratios: Mapping[int, float]) -> int:
+    """The neighbour of the best value on the side of 1, if it was not measured."""
+    best = min(ratios, key=lambda v: (abs(ratios[v] - 1), v))
+    return max(1, best + 1 if ratios[best] < 1 else best - 1)

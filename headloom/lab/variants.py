@@ -129,17 +129,12 @@ def parse_variants(
                 f"--set {mechanism}.{next(iter(chosen[mechanism]))} sets nothing: the variants are {', '.join(names)}."
                 f"{near(mechanism, names)}"
             )
-    complete = [_complete(variant, chosen.get(variant.mechanism, {})) for variant in parsed]
-    for variant in complete:
-        for name in OF_THE_SIZE:
-            if name in variant.options:
-                raise HeadloomError(
-                    f"{variant.mechanism} sets {name}, which all variants share: choose it for all with --size"
-                )
+    complete = [with_defaults(variant, chosen.get(variant.mechanism, {})) for variant in parsed]
     if len(complete) < at_least:
         least = "two variants" if at_least == 2 else "one variant"
         raise HeadloomError(f"a comparison needs at least {least}, not {len(complete)} ('{','.join(texts)}')")
-    return _labelled(complete)
+    labels = labelled(complete)
+    return [replace(variant, label=label) for variant, label in zip(complete, labels, strict=True)]
 
 
 def refuse_duplicates(resolved: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
@@ -153,21 +148,28 @@ def refuse_duplicates(resolved: Mapping[str, tuple[str, Mapping[str, Any]]]) -> 
                 )
 
 
-def _complete(variant: Variant, chosen: Mapping[str, Any]) -> Variant:
+def with_defaults(variant: Variant, chosen: Mapping[str, Any]) -> Variant:
+    """The variant with `chosen` over its own options, and defaults.toml under both."""
     given = {**variant.options, **chosen}
+    for name in OF_THE_SIZE:
+        if name in given:
+            raise HeadloomError(
+                f"{variant.mechanism} sets {name}, which all variants share: choose it for all with --size"
+            )
     added = {name: value for name, value in defaults().options.get(variant.mechanism, {}).items() if name not in given}
     return Variant(variant.mechanism, {**added, **given}, defaulted=tuple(added))
 
 
-def _labelled(variants: list[Variant]) -> list[Variant]:
+def labelled(variants: Sequence[Variant], *, unique: bool = True) -> list[str]:
+    """What each goes by: its name, with its options where that is not unique. `unique`: refuse what is still double."""
     names = [variant.mechanism for variant in variants]
-    labelled: list[Variant] = []
+    labels: list[str] = []
     for variant in variants:
         label = variant.mechanism if names.count(variant.mechanism) == 1 else variant.text
-        if label in [other.label for other in labelled]:
+        if unique and label in labels:
             raise HeadloomError(f"the variant '{label}' is given twice: leave one out, or give them different options")
-        labelled.append(replace(variant, label=label))
-    return labelled
+        labels.append(label)
+    return labels
 
 
 def _show(value: Any) -> str:

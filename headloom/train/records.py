@@ -100,7 +100,7 @@ class Metrics:
 
     def __init__(self, path: Path, kept: Sequence[dict[str, Any]] = ()) -> None:
         if kept:
-            _replace(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
+            write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
         self._file: TextIO = path.open("a" if kept else "w", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that is absent, old, or complete: to a neighbour first, flushed to disk, then renamed."""
-    _replace(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -137,7 +137,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _replace(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """A file that is absent, old, or complete."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -170,6 +171,11 @@ def open_folder(folder: Path, config: dict[str, Any]) -> None:
     write_json(before, config)
 
 
+def world_size() -> int:
+    """How many processes make this run together (torchrun, accelerate launch)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
     found = {"python": platform.python_version()}
@@ -182,7 +188,8 @@ def versions() -> dict[str, str]:
 
 
 def machine(accelerator: str | None = None) -> dict[str, str | int | float]:
-    """Processor, cores, memory in GiB, operating system, and the accelerator if one was used."""
+    """Processor, cores, memory in GiB, operating system, the accelerator if one was used, and how many processes share
+    the work if several do."""
     about: dict[str, str | int | float] = {
         "processor": _processor(),
         "architecture": platform.machine(),
@@ -190,6 +197,8 @@ def machine(accelerator: str | None = None) -> dict[str, str | int | float]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": platform.system(),
     }
+    if world_size() > 1:
+        about["processes"] = world_size()
     if accelerator:
         about["accelerator"] = accelerator
     return about

@@ -131,7 +131,7 @@ def train(
     """
     folder, run = Path(folder), resolve(run, data, tokenizer)
     tracking.check(track)
-    writes = int(os.environ.get("RANK", "0")) == 0
+    writes = writes_records()
     with _isolated(run):
         model = make_model(run, tokenizer)
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
@@ -188,6 +188,11 @@ def train(
             write_json(folder / records.RESULT, result.to_dict())
             checkpoints.remove_all(folder)
         return result
+
+
+def writes_records() -> bool:
+    """Whether this is the first of the processes that make a run."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _open(folder: Path, run: Recipe) -> tuple[checkpoints.Checkpoint | None, list[dict[str, Any]]]:

@@ -18,7 +18,7 @@ from headloom.core.errors import HeadloomError, RunError
 from headloom.data.packing import TrainingRows
 from headloom.evaluate.bits import BitsPerByte
 from headloom.train.config import Recipe
-from headloom.train.records import Metrics
+from headloom.train.records import Metrics, world_size
 
 ParameterGroups = Callable[[torch.nn.Module, float], list[dict[str, Any]]]
 Progress = Callable[[int, int, float], None]
@@ -42,7 +42,7 @@ def training_arguments(run: Recipe, folder: str, track: str | None = None) -> Tr
     `folder` takes the Trainer's checkpoints. Started as several processes (accelerate launch), each takes its share of
     every batch.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     if run.micro_batch_size % world:
         raise HeadloomError(
             f"{world} processes cannot share the {run.micro_batch_size} rows of a forward pass evenly: "
@@ -104,6 +104,11 @@ class RunTrainer(Trainer):
         arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs would multiply the batch size behind our back
         super().__init__(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=callbacks)
         self.remove_callback(PrinterCallback)
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self.is_fsdp_enabled:
+            raise HeadloomError(
+                "FSDP was asked for, but Accelerate shards over GPUs only: launch with --multi_gpu for plain "
+                "data-parallel processes (on CPUs too), or on a machine with GPUs"
+            )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW over the groups of headloom.hf: mixes, norms and biases take no weight decay."""

@@ -112,7 +112,7 @@ def test_control_c_says_how_to_go_on(text_file, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headloom.train.run.train", interrupt)
+    monkeypatch.setattr("headloom.lab.engines.local.Local.run", interrupt)
     done = call("compare", "--variants", "mha,gqa", "--data", text_file, "--out", str(tmp_path / "s"), *SMALL)
     assert done.exit_code == 130
     line = done.stderr.splitlines()[-1]

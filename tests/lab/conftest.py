@@ -15,4 +15,13 @@ def text_file(tmp_path_factory):
 @pytest.fixture(scope="session")
 def small(text_file):
     """Arguments of a comparison that takes seconds."""
-    return {"data": text_file, "tokens": 16, "batch_size": 2, "steps": 3, "seeds": 2, "threads": 1, "report": False}
+    return {
+        "data": text_file,
+        "tokens": 16,
+        "batch_size": 2,
+        "steps": 3,
+        "seeds": 2,
+        "threads": 1,
+        "report": False,
+        "engine": "inline",
+    }

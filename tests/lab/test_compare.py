@@ -5,12 +5,11 @@ import json
 import pytest
 
 from headloom.core.errors import HeadloomError, RunError
-from headloom.lab import compare as lab
-from headloom.lab.compare import Interrupted, compare
+from headloom.lab.compare import Interrupted, compare, make_spec
 from headloom.lab.plan import make_plan
 from headloom.lab.progress import Progress
 from headloom.lab.sizes import get_size
-from headloom.lab.spec import make_spec
+from headloom.lab.spec import identity
 from headloom.lab.statistics import paired_difference
 from headloom.lab.variants import parse_variants
 
@@ -21,10 +20,11 @@ class Told(Progress):
     def __init__(self):
         self.runs, self.steps, self.notes = [], [], []
 
-    def run(self, label, seed, number):
-        self.runs.append((label, seed))
+    def run(self, name, number):
+        label, _, seed = name.partition(" seed ")
+        self.runs.append((label, int(seed)))
 
-    def step(self, step, loss):
+    def step(self, number, step, loss):
         self.steps.append((step, loss))
 
     def note(self, text):
@@ -136,16 +136,14 @@ def test_the_same_study_again_keeps_every_run(made, small):
 
 def test_another_study_is_refused(made, small):
     before = (made.folder / "study.json").read_bytes()
-    with pytest.raises(
-        HeadloomError, match=r"holds another study \(.*spec.steps 3 there, 4 here.*choose another --out"
-    ):
+    with pytest.raises(HeadloomError, match=r"holds another study \(.*spec.variants.*there.*choose another --out"):
         compare(TWO, out=made.folder, **{**small, "steps": 4})
     assert (made.folder / "study.json").read_bytes() == before
 
 
 def test_stopped_and_resumed_gives_the_same_numbers(made, small, tmp_path, monkeypatch):
     class Stop(Progress):
-        def step(self, step, loss):
+        def step(self, number, step, loss):
             self.seen = getattr(self, "seen", 0) + 1
             if self.seen == 5:  # the second step of the second run
                 raise KeyboardInterrupt
@@ -176,12 +174,12 @@ def test_a_failed_run_is_recorded_and_the_rest_goes_on(small, tmp_path, monkeypa
 
     real = runs.train
 
-    def train(run, data, tokenizer, folder, on_progress):
+    def train(run, data, tokenizer, folder, on_progress, **options):
         if run.seed == 1 and run.specs[0].mechanism == "mha":
             raise RunError("its loss is nan at learning rate 1e9")
         if run.seed == 0 and run.specs[0].mechanism == "iha":
             raise RuntimeError("not enough\nmemory")
-        return real(run, data, tokenizer, folder, on_progress)
+        return real(run, data, tokenizer, folder, on_progress, **options)
 
     monkeypatch.setattr(runs, "train", train)
     comparison = compare(TWO, out=tmp_path / "s", **small)
@@ -226,7 +224,7 @@ def plan(variants, text_file, **changes):
 
 
 def test_the_default_four_match_within_half_a_percent(text_file):
-    budgets = plan(None, text_file).budgets
+    budgets = plan(None, text_file).costs()
     target = budgets["mha"]["parameters"]
     assert {label: abs(budget["parameters"] / target - 1) <= 0.005 for label, budget in budgets.items()} == {
         "mha": True,
@@ -269,7 +267,7 @@ def test_runs_of_a_seed_share_data_order_and_initial_weights(text_file):
     from headloom.train.run import build
 
     made = plan("mha,iha:pseudo_heads=2", text_file)
-    a, b = (build(made.runs[label, 0], made.tokenizer).state_dict() for label in ("mha", "iha"))
+    a, b = (build(made.run(label, 0), made.tokenizer).state_dict() for label in ("mha", "iha"))
     shared = [name for name in a if name in b and a[name].shape == b[name].shape]
     assert "model.embed_tokens.weight" in shared
     assert sum("q_proj" in name for name in shared) == get_size("tiny").num_layers
@@ -281,7 +279,7 @@ def test_identity_follows_the_text_and_the_versions(text_file, tmp_path, monkeyp
     other.write_text(text_file.read_text() + " more")
     first, second = plan("mha,gqa", text_file).resolved, plan("mha,gqa", other).resolved
     assert first["data"] != second["data"]
-    assert lab.identity(first) != lab.identity(second)
+    assert identity(first) != identity(second)
 
 
 def test_a_constant_state_is_said_beside_the_table(small, tmp_path):

@@ -51,9 +51,9 @@ def test_what_means_nothing_to_a_mechanism_makes_no_difference():
 
 
 def test_a_mechanism_without_rotary_compares_with_those_that_have_it():
-    from headloom.lab.plan import allowed_differences, attention_config, meaningless
+    from headloom.lab.compare import make_spec
+    from headloom.lab.layers import allowed_differences, attention_config, meaningless
     from headloom.lab.sizes import get_size
-    from headloom.lab.spec import make_spec
     from headloom.lab.variants import parse_variants
 
     def check(variants):

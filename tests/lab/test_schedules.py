@@ -3,10 +3,10 @@
 import pytest
 
 from headloom.core.errors import HeadloomError
+from headloom.lab.compare import compare_command, make_spec
 from headloom.lab.fairness import refuse_other_differences
-from headloom.lab.plan import allowed_differences, attention_config, count_parameters, meaningless, run_config
+from headloom.lab.layers import allowed_differences, attention_config, count_parameters, meaningless, run_config
 from headloom.lab.sizes import get_size
-from headloom.lab.spec import make_spec
 from headloom.lab.variants import parse_variants
 
 
@@ -20,7 +20,9 @@ def test_options_are_typed_and_the_text_comes_back():
     assert found[1].options == {"pseudo_heads": 4, "order": "token", "local": 1}
     assert found[2].options == {"window": None, "local": 1}
     assert parse_variants(f"mha,{found[1].text}")[1].options == found[1].options
-    assert "hybrid:local=1:order=token:pseudo_heads=4" in spec("mha,hybrid:local=1:order=token:pseudo_heads=4").command
+    assert "hybrid:local=1:order=token:pseudo_heads=4" in compare_command(
+        spec("mha,hybrid:local=1:order=token:pseudo_heads=4")
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,12 @@ def test_what_is_resolved():
     assert (local["mechanism"], local["window"], local["pseudo_heads"]) == ("iha", 64, 2)
     assert config["layers"]["4"] == {"mechanism": "mha", "base": "mha"}
     assert config["attention"]["window"] is None and config["attention"]["qk_norm"] == "head"
-    run = run_config(found, hybrid, 100, 0)
+    run = run_config(found, hybrid, hybrid.shape, 0)
     assert [layer.mechanism for layer in run.specs] == ["iha"] * 4 + ["mha", "iha"]
     assert run.specs[0].options == {"num_kv_heads": 8, "qk_norm": "head", "pseudo_heads": 2, "window": 64}
-    assert len(run_config(found, found.variant("mha"), 100, 0).specs) == 1
-    extra = count_parameters(found, hybrid, 258, 100) - count_parameters(found, found.variant("mha"), 258, 100)
+    assert len(run_config(found, found.variant("mha"), hybrid.shape, 0).specs) == 1
+    mha = found.variant("mha")
+    extra = count_parameters(found, hybrid, hybrid.shape, 258) - count_parameters(found, mha, mha.shape, 258)
     assert extra == 5 * 4 * 8 * 8 * 2 + 6 * 2 * get_size("small").head_dim
 
 

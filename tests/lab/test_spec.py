@@ -3,8 +3,9 @@ import json
 import pytest
 
 from headloom.core.errors import HeadloomError
+from headloom.lab.compare import compare_command, make_spec
 from headloom.lab.sizes import SIZES, gated_width, get_size
-from headloom.lab.spec import CompareSpec, identity, make_spec
+from headloom.lab.spec import StudySpec, identity
 from headloom.lab.variants import Variant
 
 TWO = [Variant("mha", {}, "mha"), Variant("iha", {"pseudo_heads": 2}, "iha")]
@@ -18,18 +19,19 @@ def spec(variants=TWO, size="tiny", **changes):
 def test_nothing_is_left_open():
     found = spec(steps=7)
     assert (found.steps, found.seeds, found.reference) == (7, (0, 1, 2), "mha")
-    assert found.tokens == get_size("tiny").tokens
-    assert found.learning_rate == get_size("tiny").learning_rate
+    assert [variant.shape.tokens for variant in found.variants] == [get_size("tiny").tokens] * 2
+    assert found.learning_rates == (get_size("tiny").learning_rate,)
+    assert [(variant.label, variant.against) for variant in found.variants] == [("mha", None), ("iha", "mha")]
 
 
 def test_json_round_trip_is_strict():
     found = spec()
     text = found.model_dump_json()
-    assert CompareSpec.model_validate_json(text) == found
+    assert StudySpec.model_validate_json(text) == found
     with pytest.raises(ValueError, match="stepss"):
-        CompareSpec.model_validate_json(json.dumps({**json.loads(text), "stepss": 1}))
-    with pytest.raises(ValueError, match="steps"):
-        CompareSpec.model_validate_json(json.dumps({**json.loads(text), "steps": "7"}))
+        StudySpec.model_validate_json(json.dumps({**json.loads(text), "stepss": 1}))
+    with pytest.raises(ValueError, match="threads"):
+        StudySpec.model_validate_json(json.dumps({**json.loads(text), "threads": "7"}))
 
 
 def test_the_reference_is_the_first_where_the_usual_one_is_absent():
@@ -59,7 +61,7 @@ def test_values_out_of_bounds(changes, part):
 
 
 def test_the_command_makes_the_same_specification():
-    command = spec(steps=7, data="my texts/a.txt", learning_rate=3e-4).command
+    command = compare_command(spec(steps=7, data="my texts/a.txt", learning_rate=3e-4))
     assert command.startswith("headloom compare --variants mha,iha:pseudo_heads=2 --size tiny --steps 7 --seeds 3")
     assert "--data 'my texts/a.txt'" in command
     assert "--learning-rate 0.0003 " in command

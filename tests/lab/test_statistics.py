@@ -3,7 +3,16 @@ import math
 import pytest
 from scipy import stats
 
-from headloom.lab.statistics import Difference, correct, decimals, holm, paired_difference, sentence, spread
+from headloom.lab.statistics import (
+    Difference,
+    correct,
+    decimals,
+    holm,
+    paired_difference,
+    sentence,
+    spread,
+    summary,
+)
 
 
 def test_spread_by_hand():
@@ -96,3 +105,44 @@ def test_sentences():
 )
 def test_decimals_show_two_figures(size, places):
     assert decimals(size) == places
+
+
+def test_bootstrap_stands_beside_the_interval_from_six_pairs_on():
+    values = {seed: 2.0 - 0.01 * (1 + seed % 3) for seed in range(6)}  # differences -0.01, -0.02, -0.03 twice each
+    found = paired_difference(values, dict.fromkeys(range(6), 2.0))
+    assert found.bootstrap_low is not None and found.bootstrap_high is not None
+    # the mean of six draws: sd 0.00816 / sqrt 6 = 0.00333, so about -0.02 +- 1.96 * 0.00333
+    assert found.bootstrap_low == pytest.approx(-0.0265, abs=0.0007)
+    assert found.bootstrap_high == pytest.approx(-0.0135, abs=0.0007)
+    assert paired_difference(values, dict.fromkeys(range(6), 2.0)) == found
+    five = paired_difference({seed: values[seed] for seed in range(5)}, dict.fromkeys(range(5), 2.0))
+    assert (five.bootstrap_low, five.bootstrap_high) == (None, None)
+
+
+def test_effect_is_in_units_of_the_noise_between_seeds():
+    # variant 1, 3 (sd sqrt 2), reference 2, 6 (sd 2 sqrt 2): pooled sqrt((2 + 8) / 2) = sqrt 5; mean difference -2
+    found = paired_difference({0: 1.0, 1: 3.0}, {0: 2.0, 1: 6.0})
+    assert found.effect == pytest.approx(-2 / math.sqrt(5))
+    assert paired_difference({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.0}).effect is None
+
+
+def test_one_sentence_for_all():
+    better = Difference(5, -0.0123, 0.0041, -0.0164, -0.0082, 0.002, 0.004, "better")
+    worse = Difference(5, 0.05, 0.012, 0.038, 0.062, 0.002, 0.004, "worse")
+    same = Difference(5, 0.001, 0.02, -0.019, 0.021, 0.8, 1.0, "same")
+
+    def said(compared):
+        return summary(compared, unit="bits per byte", condition="at equal time")
+
+    assert said({("iha", "mha"): better, ("sas", "mha"): same}) == (
+        "iha is better than mha by 0.0123 ± 0.0041 bits per byte over 5 seeds at equal time; "
+        "sas is not distinguishable."
+    )
+    assert said({("iha", "mha"): same, ("sas", "mha"): same}) == (
+        "iha and sas are not distinguishable from mha over 5 seeds at equal time."
+    )
+    assert said({("sas", "mha"): worse, ("iha", "gqa"): better, ("x", "gqa"): same}) == (
+        "iha is better than gqa by 0.0123 ± 0.0041 bits per byte over 5 seeds at equal time; "
+        "sas is worse than mha by 0.050 ± 0.012 bits per byte; x from gqa is not distinguishable."
+    )
+    assert said({}) == ""

@@ -1,0 +1,116 @@
+"""`headloom train`: one run, from a file or from options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headloom.cli.common import Json, console, ends_with_status, only_json_on_stdout, print_json
+from headloom.core.errors import HeadloomError
+
+if TYPE_CHECKING:
+    from headloom.train import RunConfig
+    from headloom.train.file import Text
+
+
+@ends_with_status
+def train(
+    file: Annotated[Path | None, typer.Argument(help="A run's YAML file. Without one, the options say it.")] = None,
+    variant: Annotated[str | None, typer.Option(help="iha:pseudo_heads=2, say. Default: mha.")] = None,
+    size: Annotated[str | None, typer.Option(help="tiny, small, 125M, ... Default: tiny.")] = None,
+    data: Annotated[str | None, typer.Option(help="stdlib, a file, a folder, or a Hugging Face data set.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="bytes, bpe:4096, or a saved tokenizer's folder.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Default: the size's.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak. Default: the size's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any field of a run's file: batch_size=16. Repeatable.")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model (torch.compile, inductor).")] = False,
+    checkpoint_activations: Annotated[
+        bool, typer.Option(help="Keep no activations: less memory, about a third more time.")
+    ] = False,
+    track: Annotated[str | None, typer.Option(help="tensorboard, trackio, or wandb (offline).")] = None,
+    save_model: Annotated[bool, typer.Option(help="Also write model and tokenizer to OUT/model.")] = False,
+    out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("headloom-run"),
+    as_json: Json = False,
+) -> None:
+    """Train one model and measure it. The same command over the same folder goes on from the last checkpoint.
+
+    For several devices: accelerate launch -m headloom.train OUT/run.yaml --out DIR.
+    """
+    import yaml
+
+    from headloom.lab.progress import Bar
+    from headloom.train.file import train_text
+
+    given: dict[str, Any] = {"data": data, "tokenizer": tokenizer, "steps": steps, "seed": seed}
+    given |= {"learning_rate": learning_rate, "compile": "inductor" if compiled else None}
+    given |= {"checkpoint_activations": checkpoint_activations or None}
+    given = {key: value for key, value in given.items() if value is not None}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise HeadloomError(f"--set must look like key=value (batch_size=16, say), not '{setting}'")
+        given[key.strip()] = yaml.safe_load(value)
+    with only_json_on_stdout(as_json) as stdout:
+        if file is not None and (variant or size):
+            raise HeadloomError("a file says the whole model: leave out --variant and --size, or the file")
+        run, text = _changed(file, given) if file else _from_options(variant or "", size or "tiny", given)
+        with Bar() as bar:
+            bar.start(1, run.steps, 0)
+            bar.run(run.name, 1)
+            result = train_text(
+                run, text, out, lambda step, steps, loss: bar.step(1, step, loss), track=track, save_model=save_model
+            )
+        if as_json:
+            print_json({"folder": str(out), **result.to_dict()}, stdout)
+            return
+        console().print(
+            f"{run.name}: {result.bits_per_byte:.4f} bits per byte on {result.validation_bytes:,} bytes after "
+            f"{run.steps:,} steps ({result.tokens:,} tokens, {result.train_seconds:.1f} s); "
+            f"{result.parameters:,} parameters: {out}",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _changed(file: Path, given: dict[str, Any]) -> tuple[RunConfig, Text]:
+    from headloom.train.file import parse_run, read_mapping
+
+    return parse_run({**read_mapping(file), **given}, str(file))
+
+
+def _from_options(variant: str, size_name: str, given: dict[str, Any]) -> tuple[RunConfig, Text]:
+    """The size's run of a variant, with what was given over it."""
+    from headloom.attention.schedules import layers_of
+    from headloom.lab.sizes import get_size
+    from headloom.lab.variants import defaults, parse_variant, with_defaults
+    from headloom.train.file import parse_run
+
+    size = get_size(size_name)
+    found = with_defaults(parse_variant(variant or defaults().reference), {})
+    tokens = given.get("tokens", size.tokens)
+    layers = layers_of(
+        found.mechanism, found.options, num_layers=given.get("num_layers", size.num_layers), tokens=tokens
+    )
+    steps = given.get("steps", size.steps)
+    values = {
+        "name": found.text,
+        "specs": layers[:1] if all(layer == layers[0] for layer in layers) else layers,
+        "hidden_size": size.hidden_size,
+        "num_layers": size.num_layers,
+        "num_heads": size.num_heads,
+        "intermediate_size": size.intermediate_size,
+        "tie_embeddings": size.tie_embeddings,
+        "rope_theta": size.rope_theta,
+        "tokens": tokens,
+        "batch_size": size.batch_size,
+        "steps": steps,
+        "learning_rate": size.learning_rate,
+        "warmup_steps": min(1000, steps // 10) if isinstance(steps, int) else 0,
+        "validation_bytes": size.validation_bytes,
+    }
+    return parse_run({**values, **given}, "the options")

@@ -1,0 +1,328 @@
+"""A study being carried out in a folder.
+
+    study/study.yaml     the study as it was asked for: `headloom study run` makes it again from this file
+    study/study.json     the manifest: what was asked, resolved, its hash, data fingerprints, versions, machine,
+                         command; step times, and the shapes after matching (`timing`, `frozen`): measured once
+    study/results.json, results.csv   what was found (headloom.lab.results)      report.html, figures/   the page
+    study/runs/<variant>[-lr<rate>]-seed<k>/   one run (headloom.train.records), and log.txt, what its process said
+
+Every file is written whole or not at all. A study stopped at any moment, by SIGKILL too, goes on when it is asked for
+again: finished runs are kept, one that was cut goes on from its last checkpoint, and on a CPU the numbers are those
+of an undisturbed study to the last bit. A failed run keeps its reason and the others go on; asked for again it is tried
+again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headloom.core.errors import RunError
+from headloom.lab.engines import Engine, Listener, open_engine
+from headloom.lab.folder import locked, read_json, write_json, write_text
+from headloom.lab.plan import Plan
+from headloom.lab.progress import Progress
+from headloom.lab.results import folder_of, read_run, read_runs, summarise, write_results
+from headloom.lab.spec import Shape, StudySpec
+from headloom.lab.study import Study
+from headloom.lab.timing import match_time
+from headloom.lab.work import Bundle, Job
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a study. Its text says what was kept and how to go on."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A study that has been run: `results` is the content of results.json, `report` the page (None: none was asked)."""
+
+    folder: Path
+    results: dict[str, Any]
+    report: Path | None = None
+
+    @property
+    def headlines(self) -> list[str]:
+        """The findings in sentences."""
+        return list(self.results["headlines"])
+
+    @property
+    def failed(self) -> list[dict[str, Any]]:
+        """The runs that failed, each with its reason."""
+        return [run for run in self.results["runs"] if run["status"] == "failed"]
+
+
+class Runner(Listener):
+    """A plan, its folder, and what is done with it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        study_hash: str,
+        resolved: dict[str, Any],
+        study: Study,
+        command: str,
+        notes: Sequence[str],
+        progress: Progress,
+        report: bool,
+    ) -> None:
+        self.plan, self.folder, self.hash, self.resolved = plan, folder, study_hash, resolved
+        self.study, self.command, self.notes = study, command, notes
+        self.progress, self.report = progress, report
+        self.timing: dict[str, dict[str, Any]] = {}
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def spec(self) -> StudySpec:
+        return self.plan.spec
+
+    def run(self) -> Comparison:
+        """Measure the steps, make the runs that are missing, write the result."""
+        bundle = Bundle(self.plan.data, self.plan.selection, self.plan.tokenizer)
+        try:
+            with (
+                locked(self.folder),
+                open_engine(self.study.engine, bundle, threads=self.spec.threads) as engine,
+            ):
+                return self._run(engine)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise RunError(
+                f"the disk that holds '{self.folder}' is full: what was finished is kept and whole; free some space, "
+                "and give the same command again"
+            ) from None
+
+    def _run(self, engine: Engine) -> Comparison:
+        before = read_json(self.folder / "study.json") or {}
+        if not before:
+            write_text(self.folder / "study.yaml", self.study.to_yaml())
+        started = before.get("started") or _now()
+        try:
+            self._match_time(engine, before, started)
+            self._runs(engine)
+        except KeyboardInterrupt:
+            self._finish()
+            raise Interrupted(self._how_to_go_on()) from None
+        return self._finish()
+
+    def _match_time(self, engine: Engine, before: Mapping[str, Any], started: str) -> None:
+        """Take step times and frozen shapes from the manifest, or measure, and write them there."""
+        frozen, self.timing = before.get("frozen"), before.get("timing") or {}
+        if not (frozen and self.timing):
+            self._write_manifest(started)
+            self.progress.stage("measuring step times")
+            shapes, self.timing, matches = match_time(self.spec, self.plan.shapes, lambda s: self._measure(engine, s))
+            frozen = {label: shape.model_dump() for label, shape in shapes.items()}
+            met = {label: match.to_dict() for label, match in matches.items()}
+            self._time_matched(frozen, met)
+            self._write_manifest(started, frozen=frozen, time_matches=met)
+        else:
+            self._time_matched(frozen, before.get("time_matches") or {})
+
+    def _time_matched(self, frozen: Mapping[str, Any], matches: Mapping[str, Any]) -> None:
+        from headloom.lab.budget import Match
+
+        both = dict(self.plan.matches)
+        for label, met in matches.items():
+            match = Match(met["match"], tuple(met["knobs"]), met["target"], met["count"])
+            both[label] = (*both[label], match)
+        self.plan = self.plan.with_shapes({label: Shape(**values) for label, values in frozen.items()}, both)
+        self._costs, self._configs = self.plan.costs(), self.plan.configs
+
+    def _measure(self, engine: Engine, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
+        plan = self.plan.with_shapes({**self.plan.shapes, **shapes}, self.plan.matches)
+        runs = {label: plan.run(label, self.spec.seeds[0]).to_dict() for label in shapes}
+        return engine.one(Job("step times", "time", None, {"runs": runs}))
+
+    def _runs(self, engine: Engine) -> None:
+        """The runs that are missing; where there is a grid, those at the chosen rates once it is complete."""
+        again = True
+        while again:
+            keys = [(run["variant"], run["seed"], run["learning_rate"]) for run in read_runs(self.spec, self.folder)]
+            first = not self._numbers
+            jobs = {key: self._job(*key) for key in keys}
+            for job in jobs.values():
+                self._numbers.setdefault(job.name, len(self._numbers) + 1)
+            waiting = [job for key, job in jobs.items() if not self._is_finished(*key)]
+            waiting = [job for job in waiting if first or job.name not in self._tried]
+            if first:
+                self._tried: set[str] = set()
+                self._announce(len(jobs), waiting)
+            self._tried |= {job.name for job in waiting}
+            for job in waiting:
+                self._forget_failure(job)
+            engine.run(waiting, self)
+            again = bool(waiting) and self.spec.has_grid and self.spec.grid_seeds < len(self.spec.seeds)
+
+    def _announce(self, known: int, waiting: Sequence[Job]) -> None:
+        spec = self.spec
+        later = (len(spec.seeds) - spec.grid_seeds) * len(spec.variants)
+        total = max(known, len(spec.variants) * len(spec.learning_rates) * spec.grid_seeds + later)
+        kept = known - len(waiting)
+        steps = sum(job.settings["run"]["steps"] for job in waiting)
+        self.progress.start(total, steps, kept)
+        if kept:
+            self.progress.note(f"{kept} of {total} runs are finished already and kept in '{self.folder}'")
+
+    def _job(self, label: str, seed: int, rate: float) -> Job:
+        run = self.plan.run(label, seed, rate)
+        at = f" at {rate:g}" if self.spec.has_grid else ""
+        options = self.study.engine
+        return Job(
+            f"{label} seed {seed}{at}",
+            "train",
+            str(self.folder / folder_of(self.spec, label, seed, rate)),
+            {
+                "run": run.to_dict(),
+                "flops_per_token": self._costs[label]["training_flops_per_token_exact"],
+                "checkpoint_seconds": options.checkpoint_seconds,
+                "track": options.track,
+            },
+        )
+
+    def _is_finished(self, label: str, seed: int, rate: float) -> bool:
+        """Whether a run's result is there and belongs to this very configuration."""
+        if read_run(self.spec, self.folder, label, seed, rate)["status"] != "finished":
+            return False
+        held = read_json(self.folder / folder_of(self.spec, label, seed, rate) / "config.json")
+        return held == self.plan.run(label, seed, rate).to_dict()
+
+    # what the engine says
+
+    def started(self, job: Job) -> None:
+        self.progress.run(job.name, self._numbers[job.name])
+
+    def step(self, job: Job, step: int, loss: float) -> None:
+        self.progress.step(self._numbers[job.name], step, loss)
+
+    def done(self, job: Job, result: dict[str, Any]) -> None:
+        text = f"{result['bits_per_byte']:.4f} bits per byte after {result['train_seconds']:.1f} s"
+        self._ran(job, text)
+
+    def failed(self, job: Job, reason: str) -> None:
+        assert job.folder is not None
+        place = Path(job.folder)
+        if read_json(place / "failure.json") is None:
+            place.mkdir(parents=True, exist_ok=True)
+            write_json(place / "config.json", job.settings["run"])
+            failure = {"name": job.settings["run"]["name"], "seed": job.settings["run"]["seed"], "reason": reason}
+            write_json(place / "failure.json", failure)
+        self._ran(job, f"failed: {reason}")
+
+    def _ran(self, job: Job, text: str) -> None:
+        self.progress.ran(self._numbers[job.name], text)
+        write_results(self.folder, self._results())
+
+    def _forget_failure(self, job: Job) -> None:
+        assert job.folder is not None
+        (Path(job.folder) / "failure.json").unlink(missing_ok=True)
+
+    # what is written
+
+    def _results(self) -> dict[str, Any]:
+        return summarise(
+            self.spec,
+            self.folder,
+            study_hash=self.hash,
+            planned=self._costs,
+            configs=self._configs,
+            timing=self.timing,
+            notes=self.notes,
+        )
+
+    def _finish(self) -> Comparison:
+        if not self.timing:  # stopped before anything could be said
+            self._time_matched({label: shape.model_dump() for label, shape in self.plan.shapes.items()}, {})
+        results = self._results()
+        write_results(self.folder, results)
+        if not self.report:
+            return Comparison(self.folder, results)
+        from headloom.report.page import write_report
+
+        self.progress.stage("drawing the page")
+        return Comparison(self.folder, results, write_report(self.folder))
+
+    def _how_to_go_on(self) -> str:
+        runs = self._results()["runs"]
+        done = sum(run["status"] == "finished" for run in runs)
+        command = f"{self.command} --out {shlex.quote(str(self.folder))}"
+        return f"stopped: {done} of {len(runs)} runs are finished and kept; to go on: {command}"
+
+    def _write_manifest(
+        self, started: str, *, frozen: Mapping[str, Any] | None = None, time_matches: Mapping[str, Any] | None = None
+    ) -> None:
+        """study.json."""
+        from headloom.train.records import machine
+
+        spec, plan = self.spec, self.plan
+        data = plan.data
+        record = {
+            "format": 2,
+            "kind": spec.kind,
+            "name": spec.name,
+            "title": spec.title,
+            "question": spec.question,
+            "hash": self.hash,
+            "spec": {**spec.model_dump(mode="json"), "steps": spec.steps},
+            "resolved": self.resolved,
+            "data": {
+                "title": plan.corpus.title,
+                "fingerprint": plan.corpus.fingerprint,
+                "tokens_fingerprint": data.fingerprint,
+                "train_documents": data.train.documents,
+                "validation_documents": data.validation.documents,
+                "train_tokens": len(data.train.ids),
+                "validation_tokens": len(data.validation.ids),
+                "selection_tokens": None if plan.selection is None else len(plan.selection.ids),
+            },
+            "versions": self.resolved["versions"],
+            "machine": {**machine(), "threads": spec.threads},
+            "engine": self.study.engine.name,
+            "command": self.command,
+            "training_text": training_text(plan),
+            "timing_text": (
+                "the median of interleaved repetitions of every variant's whole training step (forward, backward, "
+                "clipping, AdamW), measured once, before the runs"
+            ),
+            "timing": self.timing,
+            "frozen": dict(frozen or {}),
+            "time_matches": dict(time_matches or {}),
+            "started": started,
+        }
+        write_json(self.folder / "study.json", record)
+
+
+def training_text(plan: Plan) -> str:
+    """How every variant is trained, in one sentence."""
+    spec = plan.spec
+    shape = plan.shapes[spec.reference]
+    run = plan.run(spec.reference, spec.seeds[0])
+    rates = ", ".join(f"{rate:g}" for rate in spec.learning_rates)
+    tuned = (
+        f"the best of the peak learning rates {rates} for each variant, chosen over {spec.grid_seeds} seeds on a text "
+        "that is not reported"
+        if spec.has_grid
+        else f"peak learning rate {rates} for every variant (not tuned)"
+    )
+    alike = len({(s.steps, s.tokens, s.batch_size) for s in plan.shapes.values()}) == 1
+    whose = "" if alike else f"{spec.reference}: "
+    return (
+        f"{whose}{shape.steps} steps of {shape.batch_size} sequences of {shape.tokens} tokens "
+        f"({shape.tokens_trained:,} predicted tokens, "
+        f"{shape.tokens_trained / max(1, plan.data.train.predictions):.2f} of the training text); AdamW, {tuned}, "
+        f"{shape.warmup_steps} warm-up steps, then a cosine to "
+        f"{run.final_learning_rate:g} of it; weight decay {run.weight_decay:g}, clipping at {run.clip:g}; "
+        f"{len(spec.seeds)} seeds; every seed gives all variants the same data order, and the same initial value to "
+        "every tensor of equal name and shape"
+    )
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,81 @@
+"""What is done in a worker: one training run, or one measurement of step times. The same for every engine."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from headloom.core.errors import HeadloomError, RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from headloom.data import TokenData, TokenStream
+
+OnStep = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What all jobs of a study share."""
+
+    data: TokenData
+    selection: TokenStream | None
+    tokenizer: PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Job:
+    """name: for people. folder: of the run; None for a measurement. settings: JSON values that say what to do."""
+
+    name: str
+    kind: Literal["train", "time"]
+    folder: str | None
+    settings: Mapping[str, Any]
+
+
+class Failed(RunError):
+    """A job that came to nothing, with the reason."""
+
+
+def work(job: Job, bundle: Bundle, on_step: OnStep) -> dict[str, Any]:
+    """Do a job; its result as JSON values. Raises Failed for what can befall a run, and KeyboardInterrupt."""
+    from headloom.train import RunConfig
+    from headloom.train import run as runs
+
+    try:
+        if job.kind == "time":
+            from headloom.lab.timing import step_times
+
+            configs = {label: RunConfig(**values) for label, values in job.settings["runs"].items()}
+            return step_times(configs, bundle.data, bundle.tokenizer)
+        assert job.folder is not None
+        result = runs.train(
+            RunConfig(**job.settings["run"]),
+            bundle.data,
+            bundle.tokenizer,
+            Path(job.folder),
+            lambda step, steps, loss: on_step(step, loss),
+            selection=bundle.selection,
+            flops_per_token=job.settings["flops_per_token"],
+            checkpoint_seconds=job.settings["checkpoint_seconds"],
+            track=job.settings["track"],
+        )
+        return {"bits_per_byte": result.bits_per_byte, "train_seconds": result.train_seconds}
+    except (HeadloomError, RuntimeError, MemoryError, ArithmeticError, OSError) as error:
+        raise Failed(reason(error)) from error
+
+
+def reason(error: BaseException) -> str:
+    """Why a job failed, in one line."""
+    if isinstance(error, HeadloomError):
+        return str(error)
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk is full ({text}): free some space, and give the same command again"
+    if isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text.lower():
+        return f"out of memory ({type(error).__name__}: {text or 'no details'}): give a smaller batch_size or size"
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,94 @@
+"""A run as people write it: a YAML (or JSON) file of the fields of RunConfig, and the text it is trained on.
+
+    name: my run
+    specs: [[iha, {pseudo_heads: 2}]]
+    hidden_size: 128
+    ...
+    data: stdlib              # as headloom.data.load_corpus takes it
+    tokenizer: bytes
+    validation_bytes: 65536   # null: all held-out text
+
+`accelerate launch -m headloom.train FILE` trains it over several devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headloom.core.errors import HeadloomError, near
+from headloom.train.config import RunConfig
+from headloom.train.records import RunResult, write_text
+from headloom.train.trainer import Progress
+
+FILE = "run.yaml"
+
+
+class Text(BaseModel):
+    """What a run is trained and measured on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: str = Field(default="stdlib", min_length=1)
+    tokenizer: str = Field(default="bytes", min_length=1)
+    validation_bytes: int | None = Field(default=2**20, ge=1)
+
+
+def read_run(path: str | Path) -> tuple[RunConfig, Text]:
+    """The run in a file. Raises HeadloomError, one line, for what is no run; unknown keys give the near ones."""
+    return parse_run(read_mapping(path), str(path))
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """The keys and values in a run's file."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HeadloomError(f"'{path}' does not exist: give a run's YAML file (headloom train writes {FILE})") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise HeadloomError(f"'{path}' cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise HeadloomError(f"'{path}' must hold a run's keys and values, not {type(found).__name__}")
+    return found
+
+
+def parse_run(values: dict[str, Any], source: str) -> tuple[RunConfig, Text]:
+    """The run that keys and values say; `source` is where they are from."""
+    known = [*RunConfig.model_fields, *Text.model_fields]
+    for key in values:
+        if key not in known:
+            raise HeadloomError(f"{source}: unknown key '{key}'.{near(str(key), known)} Known: {', '.join(known)}")
+    run = RunConfig(**{key: value for key, value in values.items() if key in RunConfig.model_fields})
+    return run, text_of({key: value for key, value in values.items() if key in Text.model_fields})
+
+
+def text_of(values: dict[str, Any]) -> Text:
+    """The text these values name; HeadloomError for wrong ones."""
+    try:
+        return Text(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise HeadloomError(f"{first['loc'][0]}={first['input']!r}: {first['msg'].lower()}") from None
+
+
+def train_text(
+    run: RunConfig, text: Text, folder: str | Path, on_progress: Progress | None = None, **options: Any
+) -> RunResult:
+    """Read the text, train the run in `folder`, and leave its file there too; `options` as `headloom.train.train`."""
+    import yaml
+
+    from headloom.data import load_corpus, make_tokenizer, prepare
+    from headloom.train.run import train, writes_records
+
+    corpus = load_corpus(text.data)
+    tokenizer = make_tokenizer(text.tokenizer, [document.text for document in corpus.train])
+    data = prepare(corpus, tokenizer, context=run.tokens, validation_bytes=text.validation_bytes)
+    result = train(run, data, tokenizer, folder, on_progress, **options)
+    if writes_records():
+        written = {**run.model_dump(mode="json", exclude_defaults=True), **text.model_dump()}
+        write_text(Path(folder) / FILE, yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
+    return result

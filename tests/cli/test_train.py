@@ -1,0 +1,127 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from headloom.cli.app import app
+
+SMALL = ["hidden_size=16", "num_layers=1", "num_heads=2", "intermediate_size=24", "tokens=16", "batch_size=2",
+         "validation_bytes=2000", "threads=1"]  # fmt: skip
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(f"the {i} foxes jump over {i * i % 97} dogs" for i in range(900)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(words, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "r"
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    arguments = ["--variant", "iha:pseudo_heads=2:order=token", "--data", words, "--steps", 20, *settings]
+    return call(*arguments, "--learning-rate", 0.01, "--track", "tensorboard", "--out", out), out
+
+
+def test_options_make_a_run(made, words):
+    done, out = made
+    assert done.exit_code == 0, done.output
+    result = json.loads((out / "result.json").read_text())
+    assert f"{result['bits_per_byte']:.4f} bits per byte on 2,000 bytes after 20 steps" in done.stdout
+    config = json.loads((out / "config.json").read_text())
+    assert (config["steps"], config["warmup_steps"], config["learning_rate"]) == (20, 2, 0.01)
+    assert config["specs"] == [{"mechanism": "iha", "options": {"order": "token", "pseudo_heads": 2}}]
+
+
+def test_tensorboard_has_every_step(made):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, out = made
+    events = EventAccumulator(str(out / "tracking")).Reload()
+    losses = events.Scalars("train/loss")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    expected = [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
+    assert [point.step for point in losses] == [step for step, _ in expected] == list(range(1, 21))
+    assert [point.value for point in losses] == pytest.approx([loss for _, loss in expected])
+
+
+def test_its_file_makes_it_again(made, tmp_path):
+    _, out = made
+    again = call(out / "run.yaml", "--out", tmp_path / "again", "--json")
+    assert again.exit_code == 0, again.output
+    first = json.loads((out / "result.json").read_text())
+    assert json.loads(again.stdout)["weights"] == first["weights"]
+    assert not (tmp_path / "again" / "tracking").exists()  # off by default
+    changed = call(
+        out / "run.yaml", "--steps", 2, "--set", "warmup_steps=0", "--checkpoint-activations", "--out", tmp_path / "c"
+    )
+    assert changed.exit_code == 0, changed.output
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert (config["steps"], config["checkpoint_activations"]) == (2, True)
+
+
+def test_python_m_takes_the_file_too(made, tmp_path, capsys):
+    from headloom.train.__main__ import main
+
+    _, out = made
+    assert main([str(out / "run.yaml"), "--out", str(tmp_path / "r")]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+    (tmp_path / "wrong.yaml").write_text((out / "run.yaml").read_text() + "stepz: 3\n")
+    assert main([str(tmp_path / "wrong.yaml"), "--out", str(tmp_path / "w")]) == 2
+    assert "Did you mean 'steps'?" in capsys.readouterr().err
+    (tmp_path / "hot.yaml").write_text((out / "run.yaml").read_text().replace("0.01", "1.0e+30"))
+    assert main([str(tmp_path / "hot.yaml"), "--out", str(tmp_path / "h")]) == 1
+    assert "stopped at step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--variant", "ihaa"], "Did you mean 'iha'?"),
+        (["--size", "tinny"], "Did you mean 'tiny'?"),
+        (["--set", "batchsize=3"], "unknown key 'batchsize'. Did you mean 'batch_size'?"),
+        (["--set", "batch_size=three"], "batch_size='three'"),
+        (["--set", "batch_size"], "must look like key=value"),
+        (["--track", "tensorbord"], "unknown tracker 'tensorbord'. Did you mean 'tensorboard'?"),
+        (["--data", "nowhere"], "'nowhere' does not exist"),
+        (["--set", "validation_bytes=0"], "validation_bytes=0"),
+        (["nowhere.yaml"], "'nowhere.yaml' does not exist"),
+        (["nowhere.yaml", "--size", "tiny"], "leave out --variant and --size"),
+    ],
+)
+def test_wrong_calls(arguments, part, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = call(*arguments, *([] if "--data" in arguments else ["--data", words]))
+    assert done.exit_code == 2, done.output
+    assert part in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
+    from headloom.core.errors import HeadloomError
+    from headloom.train import tracking
+
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(HeadloomError, match="pip install wandb"):
+        tracking.check("wandb")
+
+
+def test_trackers_write_into_the_runs_folder_and_send_nothing(tmp_path, monkeypatch):
+    import os
+
+    from headloom.train import tracking
+
+    with tracking.environment("wandb", tmp_path):
+        assert os.environ["WANDB_MODE"] == "offline" and os.environ["WANDB_DIR"] == str(tmp_path / "tracking")
+    assert "WANDB_MODE" not in os.environ
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with tracking.environment("wandb", tmp_path):
+        assert os.environ["WANDB_MODE"] == "online"  # the caller's word
+    assert os.environ["WANDB_MODE"] == "online"
+    with tracking.environment(None, tmp_path / "none"):
+        assert not (tmp_path / "none").exists()

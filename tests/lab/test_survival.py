@@ -1,0 +1,108 @@
+"""A study killed ten times at random moments gives the numbers of an undisturbed one, to the last bit."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+STUDY = """
+name: killed
+variants: [mha, "iha:pseudo_heads=2"]
+backbone: {layers: 1, width: 16, heads: 2}
+tokens: 16
+batch_size: 2
+steps: 5
+seeds: 1
+statistics: false
+threads: 1
+learning_rates: [0.001, 0.004]
+validation_bytes: 500
+engine: {name: inline, checkpoint_seconds: 0, workers: 1}
+"""
+
+# One process that imports, and forks a study for every life: a kill costs no imports.
+LIVES = """
+import json, os, pathlib, random, signal, sys, time
+import headloom as hl
+import headloom.lab.timing, headloom.train.run
+headloom.lab.timing.REPEATS = 1
+
+def live(file, out):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            hl.Study.from_yaml(file).run(out, report=False)
+            os._exit(0)
+        finally:
+            os._exit(9)
+    return pid
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+file, local, folder = map(pathlib.Path, sys.argv[1:])
+start = time.monotonic()
+assert os.waitpid(live(file, folder / "whole"), 0)[1] == 0
+lasts = time.monotonic() - start
+rng, died = random.Random(6), []
+for _ in range(10):
+    pid = live(file, folder / "killed")
+    time.sleep(lasts * rng.uniform(0.05, 0.4))
+    died.append(kill(pid))
+assert os.waitpid(live(file, folder / "killed"), 0)[1] == 0
+
+pid = live(local, folder / "local")
+metrics = folder / "local" / "runs" / "mha-lr0.001-seed0" / "metrics.jsonl"
+while not (metrics.exists() and metrics.stat().st_size > 500):
+    time.sleep(0.1)
+died.append(kill(pid))
+time.sleep(0.5)
+before = metrics.read_bytes()
+time.sleep(0.5)
+print(json.dumps({"died": died, "lines": before.count(b"\\n"), "goes on": metrics.read_bytes() != before}))
+"""
+
+
+def numbers(folder):
+    """Everything but seconds: results by run, and every line of metrics."""
+    results = json.loads((folder / "results.json").read_text())
+    assert results["status"] == "complete"
+    found = {}
+    for run in results["runs"]:
+        lines = [json.loads(line) for line in (folder / run["folder"] / "metrics.jsonl").read_text().splitlines()]
+        result = json.loads((folder / run["folder"] / "result.json").read_text())
+        found[run["folder"]] = (
+            [{key: value for key, value in line.items() if key != "seconds"} for line in lines],
+            {key: result[key] for key in ("bits_per_byte", "selection_bits_per_byte", "weights", "train_loss")},
+            run["chosen"],
+        )
+    return found, results["headlines"][:1], [v["difference"] for v in results["variants"]]
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory, text_file):
+    folder = tmp_path_factory.mktemp("lives")
+    files = folder / "inline.yaml", folder / "local.yaml"
+    files[0].write_text(STUDY + f"data: {text_file}\n")
+    files[1].write_text(files[0].read_text().replace("inline", "local").replace("steps: 5", "steps: 400"))
+    arguments = [sys.executable, "-W", "ignore", "-c", LIVES, *files, folder]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder, json.loads(done.stdout)
+
+
+def test_killed_ten_times_at_random_moments(lived):
+    folder, told = lived
+    assert told["died"].count(True) >= 8  # the others came after its end
+    assert numbers(folder / "killed") == numbers(folder / "whole")
+    assert len(numbers(folder / "whole")[0]) == 4
+    assert not list((folder / "killed").glob("runs/*/checkpoints"))
+
+
+def test_a_killed_study_leaves_no_run_training(lived):
+    """The local engine's processes end with the study that started them."""
+    _, told = lived
+    assert told["died"][-1] and not told["goes on"]
+    assert told["lines"] < 400
