@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headloom.report.records import Study
-from headloom.report.tables import seconds, show
+from headloom.report.tables import Row, filled, seconds, show
 
 REASON = 400  # letters of a failure's reason; the whole is in the run's folder
 FAILURES = 40
@@ -35,7 +35,7 @@ def banner(study: Study) -> str:
     if waiting:
         parts.append(f"{waiting} of {len(runs)} runs have not been made yet; the same command goes on with them.")
     if failed:
-        parts.append(f"{failed} of {len(runs)} runs failed; they are listed below the tables with their reasons.")
+        parts.append(f"{failed} of {len(runs)} runs failed: see below the tables for which, and why.")
     return " ".join(parts)
 
 
@@ -45,8 +45,7 @@ def failures(study: Study) -> tuple[list[dict[str, str]], int]:
     shown = [
         {
             "variant": run["variant"],
-            "seed": str(run["seed"]),
-            "rate": _rate(run),
+            "run": f"seed {run['seed']}" + (f", rate {_rate(run)}" if run.get("learning_rate") is not None else ""),
             "reason": _cut(str(run.get("reason") or "not told"), run["folder"]),
         }
         for run in failed[:FAILURES]
@@ -63,25 +62,34 @@ def _rate(run: dict[str, Any]) -> str:
     return "-" if rate is None else f"{rate:g}"
 
 
-def runs(study: Study) -> list[dict[str, str]]:
+def runs(study: Study) -> tuple[list[str], list[Row]]:
     """Every run of the study, those of a grid too."""
-    shown = []
+    names = [
+        "variant",
+        "seed",
+        "learning rate",
+        "state",
+        "bits per byte",
+        "perplexity per token",
+        "training seconds",
+        "weights (SHA-256)",
+    ]
+    lines = []
     for run in study.results["runs"]:
         done = run["status"] == "finished"
         perplexity = run.get("perplexity") if done else None
-        shown.append(
-            {
-                "variant": run["variant"],
-                "seed": str(run["seed"]),
-                "rate": _rate(run),
-                "state": run["status"] + ("" if run.get("chosen", True) else " (grid only)"),
-                "bits": f"{run['bits_per_byte']:.5f}" if done else "-",
-                "perplexity": "-" if perplexity is None else f"{perplexity:.4f}",
-                "seconds": f"{run['train_seconds']:.1f}" if done else "-",
-                "weights": str(run.get("weights") or "-")[:12],
-            }
+        cells = (
+            run["variant"],
+            str(run["seed"]),
+            _rate(run),
+            run["status"] + ("" if run.get("chosen", True) else " (grid only)"),
+            f"{run['bits_per_byte']:.5f}" if done else "-",
+            "-" if perplexity is None else f"{perplexity:.4f}",
+            f"{run['train_seconds']:.1f}" if done else "-",
+            str(run.get("weights") or "-")[:12],
         )
-    return shown
+        lines.append(Row(run["variant"], cells, "", ""))
+    return filled(names, lines)
 
 
 def facts(study: Study) -> list[tuple[str, str]]:

@@ -67,8 +67,13 @@ def difference(study: Study) -> Section | None:
 
 def _difference(study: Study, labels: list[str]) -> dict[str, Any]:
     title = ["bits per byte minus the reference's", "(left of zero is better)"]
-    x = alt.X("difference:Q", title=title, scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5, labelOverlap=True))
-    y = alt.Y("variant:N", sort=labels, title=None)
+    x = alt.X(
+        "difference:Q",
+        title=title,
+        scale=alt.Scale(zero=True, padding=14),
+        axis=alt.Axis(tickCount=alt.ExprRef("width < 400 ? 4 : 8")),
+    )
+    y = alt.Y("variant:N", sort=labels, axis=None)
     tooltip = [
         alt.Tooltip("variant:N"),
         alt.Tooltip("against:N"),
@@ -77,14 +82,20 @@ def _difference(study: Study, labels: list[str]) -> dict[str, Any]:
         alt.Tooltip("high:Q", format="+.5f", title="to"),
         alt.Tooltip("seeds:Q"),
     ]
+    # Names stand above their bars and not on an axis: there a long one would take the width of the drawing.
+    names = (
+        alt.Chart(named("difference"))
+        .mark_text(align="left", baseline="middle", yOffset=-15, dx=6, limit=alt.ExprRef("width - 12"))
+        .encode(y=y, x=alt.value(0), text="variant:N")
+    )
     base = alt.Chart(named("difference")).encode(y=y, color=colour(study, legend=False), tooltip=tooltip)
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 4], color=MIDDLE)
     seeds = (
         alt.Chart(named("difference-seeds"))
-        .mark_point(filled=True, size=32, opacity=0.55, yOffset=11)
+        .mark_point(filled=True, size=32, opacity=0.55, yOffset=12)
         .encode(x=x, y=y, color=colour(study, legend=False), tooltip=["variant:N", "seed:Q", "difference:Q"])
     )
     interval = base.mark_rule(strokeWidth=3).encode(x=alt.X("low:Q", title=title), x2="high:Q")
     centre = base.mark_point(filled=True, size=110, opacity=1).encode(x=x)
-    layers = alt.layer(zero.encode(x=alt.X("zero:Q", title=title)), seeds, interval, centre)
-    return finish(layers, 40 + 44 * len(labels))
+    layers = alt.layer(zero.encode(x=alt.X("zero:Q", title=title)), seeds, interval, centre, names)
+    return finish(layers, 20 + 54 * len(labels))

@@ -34,7 +34,11 @@ def front(study: Study) -> Section | None:
             continue
         low, high = min(row[cost] for row in known), max(row[cost] for row in known)
         if cost != "time" and high - low <= EQUAL * high:
-            spread = "exactly equal" if high == low else f"equal within {(high - low) / high:.2%}".replace("%", " %")
+            spread = (
+                "exactly equal"
+                if high == low
+                else f"equal within {max(1e-4, (high - low) / high):.2%}".replace("%", " %")
+            )
             notes.append(f"All variants are {spread} in {title}: no front to draw there.")
             continue
         marked = [{**row, "front": False} for row in known]
@@ -45,7 +49,9 @@ def front(study: Study) -> Section | None:
                 group[place]["front"] = True
             steps += [{"group": group[0]["group"], cost: group[i][cost], "bits": group[i]["bits"]} for i in best]
         datasets |= {f"quality-{cost}-means": marked, f"quality-{cost}-front": steps}
-        panels.append(Panel(f"quality-{cost}", cost, _panel(study, cost, title, log=low > 0 and high >= LOG_FROM * low)))
+        panels.append(
+            Panel(f"quality-{cost}", cost, _panel(study, cost, title, log=low > 0 and high >= LOG_FROM * low))
+        )
     return Section(
         name="quality",
         title="Quality against cost: the Pareto front",
@@ -126,7 +132,7 @@ def _many(means: list[dict[str, Any]]) -> bool:
 
 
 def _panel(study: Study, cost: str, title: str, *, log: bool) -> dict[str, Any]:
-    scale = alt.Scale(type="log", padding=24) if log else alt.Scale(zero=False, padding=24)
+    scale = alt.Scale(type="log", padding=24, nice=False) if log else alt.Scale(zero=False, padding=24)
     title = f"{title}, logarithmic" if log else title
     x = alt.X(f"{cost}:Q", title=title, scale=scale, axis=alt.Axis(tickCount=5, format="~s", labelOverlap=True))
     y = alt.Y("bits:Q", title="bits per byte (lower is better)", scale=alt.Scale(zero=False, padding=16))
@@ -141,9 +147,9 @@ def _panel(study: Study, cost: str, title: str, *, log: bool) -> dict[str, Any]:
         .mark_point(filled=True, size=40, opacity=0.5)
         .encode(x=x, y=y, color=colour(study), shape=shape(study), tooltip=["variant:N", "seed:Q", *number])
     )
-    tooltip = ["variant:N", "seeds:Q", *number, alt.Tooltip("front:N", title="on the front")]
+    front = alt.Tooltip("front:N", title="on the front")
     centre = alt.Chart(named(f"quality-{cost}-means")).encode(
-        x=x, y=y, color=colour(study), shape=shape(study), tooltip=tooltip
+        x=x, y=y, color=colour(study), shape=shape(study), tooltip=["variant:N", "seeds:Q", *number, front]
     )
     beaten = centre.transform_filter("!datum.front").mark_point(filled=False, size=230, strokeWidth=2.5, opacity=1)
     best = centre.transform_filter("datum.front").mark_point(filled=True, size=260, opacity=1)

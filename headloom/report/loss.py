@@ -13,7 +13,7 @@ from headloom.report.style import Panel, Section, colour, finish, named
 AXES = {
     "steps": ("step", "training step", "~s"),
     "tokens": ("tokens", "tokens predicted in training", "~s"),
-    "flops": ("flops", "training FLOPs", "~e"),
+    "flops": ("flops", "training FLOPs", "~s"),
     "seconds": ("seconds", "training time of the run (seconds)", "~s"),
 }
 TABS = {"flops": "FLOPs"}
@@ -67,7 +67,7 @@ def _panel(study: Study, axis: str, window: tuple[float, float]) -> dict[str, An
     field, title, form = AXES[axis]
     bottom, top = window
     x = alt.X(f"{field}:Q", title=title, axis=alt.Axis(tickCount=6, format=form))
-    # A line breaks where it leaves the window. Vega's own clipping makes the PNG files two hundred times slower to write.
+    # A line breaks where it leaves the window: Vega's own clipping makes writing the PNG files fifty times slower.
     within = {"shown": f"datum.loss > {top} ? null : datum.loss"}
     y = alt.Y("shown:Q", title="training loss (nats per token)", scale=alt.Scale(domain=[bottom, top], nice=False))
     seeds = (

@@ -32,7 +32,9 @@ class Map:
 
 def mixes(study: Study) -> Section | None:
     """One panel a variant, of its first finished seed; None where no run left mixes."""
-    panels, datasets, rows, notes = [], {}, [], []
+    panels: list[Panel] = []
+    datasets: dict[str, list[dict[str, Any]]] = {}
+    rows, notes = [], []
     for label, run in _first_runs(study).items():
         maps = read_maps(study, run)
         if not maps:
@@ -59,9 +61,9 @@ def mixes(study: Study) -> Section | None:
         name="mixes",
         title="Mixes after training",
         caption=(
-            "One map a mix and layer, of the first finished seed: rows are the weight's first axis, columns the others. "
-            "Blue is negative, orange positive, zero has the ground's colour; the colour goes with the square root, "
-            "so that small weights show. The scale is shared by the maps of a variant."
+            "One map a mix and layer, of the first finished seed: rows are the weight's first axis, columns the "
+            "others. Blue is negative, orange positive, zero has the ground's colour; the colour goes with the square "
+            "root, so that small weights show. The scale is shared by the maps of a variant."
         ),
         panels=tuple(panels),
         datasets=datasets,
@@ -80,7 +82,7 @@ def _first_runs(study: Study) -> dict[str, dict[str, Any]]:
 
 
 def read_maps(study: Study, run: dict[str, Any]) -> list[Map]:
-    """The mixes a run left, by name and layer. A file that cannot be read, or a weight that is not finite, is left out."""
+    """The mixes a run left, by name and layer; without a weight that is not finite, or a file that cannot be read."""
     found = []
     try:
         with np.load(study.folder / run["folder"] / "mixes.npz", allow_pickle=False) as saved:
@@ -114,13 +116,20 @@ def _summary(label: str, seed: int, m: Map) -> dict[str, Any]:
     w = m.weight
     values = {"mean": w.mean(), "sd": w.std(), "smallest": w.min(), "largest": w.max()}
     shown = {key: float(f"{value:.5g}") for key, value in values.items()}
-    return {"variant": label, "seed": seed, "layer": m.layer, "mix": m.name, "shape": "x".join(map(str, m.shape)), **shown}
+    return {
+        "variant": label,
+        "seed": seed,
+        "layer": m.layer,
+        "mix": m.name,
+        "shape": "x".join(map(str, m.shape)),
+        **shown,
+    }
 
 
 def _grid(maps: list[Map], name: str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     top = max(float(np.abs(m.weight).max()) for m in maps) or 1.0
     top = float(f"{top:.2g}")
-    scale = alt.Scale(type="pow", exponent=0.5, domain=[-top, 0, top], clamp=True)
+    scale = alt.Scale(type="pow", exponent=0.5, domain=[-top, 0, top], range="diverging")
     legend = alt.Legend(title="weight", orient="top", gradientLength=200, values=[-top, -top / 4, 0, top / 4, top])
     charts, data = [], {}
     for place, m in enumerate(maps):

@@ -23,9 +23,16 @@
         }
         const spec = { ...structuredClone(panel), datasets };
         if (spec.usermeta) {
-          spec.columns = Math.max(1, Math.min(spec.usermeta.columns, Math.floor(room / spec.usermeta.step)));
+          const { columns, step } = spec.usermeta;
+          spec.columns = Math.max(1, Math.min(columns, Math.floor(room / step)));
+          const scale = Math.min(1.2, (room - 12) / (spec.columns * step));
+          spec.concat.forEach((map) => {
+            map.width = Math.floor(map.width * scale);
+            map.height = Math.floor(map.height * scale);
+          });
         }
-        drawn.push(await vegaEmbed(place, spec, { renderer, ast: true, config, actions: false }));
+        const options = { mode: "vega-lite", renderer, ast: true, config, actions: false };
+        drawn.push(await vegaEmbed(place, spec, options));
       }
     }
   };

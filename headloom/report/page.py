@@ -13,15 +13,19 @@ import hashlib
 import io
 import json
 import os
+import re
 import tempfile
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headloom.report import facts, stills, tables
 from headloom.report.figures import all_sections
 from headloom.report.records import Study, read_study
 from headloom.report.style import Section, colour_of, theme
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 STILLS = 900_000  # letters of the drawings for readers without scripts; what is beyond is named as a file
 ABSENT = "(absent)"  # how results.json says that a variant has no such setting
@@ -60,6 +64,7 @@ def render(study: Study, sections: list[Section], addresses: dict[str, str]) -> 
     environment = Environment(
         loader=PackageLoader("headloom.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
+    environment.filters["name"] = _breakable
     bundle, script = stills.bundle(), _asset("page.js")
     results = study.results
     summary = results.get("summary")
@@ -72,9 +77,10 @@ def render(study: Study, sections: list[Section], addresses: dict[str, str]) -> 
         headlines=[*([summary] if summary else []), *(line for line in results["headlines"] if line != summary)],
         warnings=results.get("warnings") or [],
         tables=[
-            ("What was found", "Results of every variant", *_table(tables.found(study)), 2),
-            ("What it cost", "Size and costs of every variant", *_table(tables.costs(study)), 1),
+            ("What was found", "Results of every variant", *_table(tables.found(study))),
+            ("What it cost", "Size and costs of every variant", *_table(tables.costs(study))),
         ],
+        kinds={"verdict": "verdict", "options": "text", "state": "text"},
         colours=[colour_of(place) for place in range(len(study.labels))],
         table_notes=results["notes"],
         failed=failed,
@@ -87,7 +93,7 @@ def render(study: Study, sections: list[Section], addresses: dict[str, str]) -> 
             for key, values in results["config_differences"].items()
         ],
         common=[(key, tables.show(value)) for key, value in results["common"].items()],
-        runs=facts.runs(study),
+        runs=_table(facts.runs(study)),
         facts=facts.facts(study),
         command=study.study["command"],
         version=study.study["versions"].get("headloom", ""),
@@ -132,9 +138,16 @@ def _table(found: tuple[list[str], list[tables.Row]]) -> tuple[list[str], list[t
 
 def _keep_together(cell: str) -> str:
     """A number with its spread, and a factor with its sign, do not break over lines."""
-    for sign in (" ± ", " x)", " k", " M", " G", " T", " P", " ms"):
+    for sign in (" ± ", " x ", " x)", " to ", " k", " M", " G", " T", " P", " ms"):
         cell = cell.replace(sign, sign.replace(" ", "\u00a0"))
     return cell
+
+
+def _breakable(label: str) -> Markup:
+    """A variant's name, which may break over lines after `:`, `_` and `=`."""
+    from markupsafe import Markup
+
+    return Markup("<wbr>").join(re.split(r"(?<=[:_=])", label))
 
 
 def _setting(value: Any) -> str:

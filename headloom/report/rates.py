@@ -72,7 +72,7 @@ def _panel(study: Study, rows: list[dict[str, Any]], failed: list[dict[str, Any]
         axis=alt.Axis(values=ticks, format="~e", labelOverlap=True),
     )
     title = "selection bits per byte" + (", logarithmic" if log else "")
-    scale = alt.Scale(type="log" if log else "linear", zero=False, padding=20)
+    scale = alt.Scale(type="log", padding=20, nice=False) if log else alt.Scale(zero=False, padding=20)
     y = alt.Y("mean:Q", title=title, scale=scale)
     tooltip = [
         "variant:N",

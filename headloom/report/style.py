@@ -117,6 +117,7 @@ def theme(dark: bool) -> dict[str, Any]:
             "symbolOpacity": 1,
             "labelLimit": LABEL_LIMIT,
         },
+        "text": {"color": ink, "fontSize": 13},
         "title": {"color": MIDDLE, "fontSize": 12, "fontWeight": 500},
         "range": {"diverging": [low, ground, high]},
     }

@@ -55,14 +55,14 @@ def found(study: Study) -> tuple[list[str], list[Row]]:
     against = {name for variant in variants if (name := study.against(variant))}
     names = [
         "variant",
-        "options",
         "bits per byte",
         f"difference to {next(iter(against))}" if len(against) == 1 else "difference to its reference",
+        "verdict",
         "95 % interval (t)",
         "95 % interval (bootstrap)",
         "p (Holm)",
-        "difference / seed noise",
-        "verdict",
+        "effect / seed sd",
+        "options",
     ]
     places = _places(variants)
     lines = []
@@ -73,17 +73,17 @@ def found(study: Study) -> tuple[list[str], list[Row]]:
         word = WORDS[verdict] + (f" than {study.against(variant)}" if len(against) > 1 and verdict in BEYOND else "")
         cells = (
             variant["label"],
-            _options(variant),
             _quality(variant, places),
             "-" if mean is None else f"{mean:+.{places}f}",
+            word,
             _interval(row.get("low"), row.get("high"), places),
             _interval(row.get("bootstrap_low"), row.get("bootstrap_high"), places),
             _p(row.get("p"), row.get("p_holm")),
             "-" if row.get("effect") is None else f"{row['effect']:+.2g}",
-            word,
+            _options(variant, but=variant["label"]),
         )
         lines.append(Row(variant["label"], cells, verdict, ""))
-    return _filled(names, lines)
+    return filled(names, lines)
 
 
 def costs(study: Study) -> tuple[list[str], list[Row]]:
@@ -91,50 +91,44 @@ def costs(study: Study) -> tuple[list[str], list[Row]]:
     names = [
         "variant",
         "parameters",
-        "layers x width x heads",
+        "layers, width, heads",
         "attention FLOPs per token",
-        "training FLOPs (visible pairs)",
-        "training FLOPs (all pairs)",
-        "cache bytes per token",
-        "cache bytes, whole context",
+        "training FLOPs, visible / all pairs",
+        "cache bytes, token / context",
         "step time",
-        "steps",
-        "tokens",
+        "steps / tokens",
         "planned time",
         "learning rate",
     ]
     lines = []
     for variant in study.results["variants"]:
         form = variant.get("shape") or {}
-        planned = variant.get("planned_seconds")
-        size = [form.get(key) for key in ("num_layers", "hidden_size", "num_heads")]
         cells = (
             variant["label"],
             _parameters(study, variant),
-            "-" if None in size else " x ".join(map(str, size)),
+            _joined(" x ", [form.get(key) for key in ("num_layers", "hidden_size", "num_heads")], str),
             short(variant["attention_flops_per_token"]),
-            _known(variant.get("training_flops_exact"), short),
-            _known(variant.get("training_flops_full"), short),
-            f"{variant['cache_bytes_per_token']:,}",
-            _known(variant.get("cache_bytes"), short),
+            _joined(" / ", [variant.get("training_flops_exact"), variant.get("training_flops_full")], short),
+            _joined(" / ", [variant["cache_bytes_per_token"], variant.get("cache_bytes")], short),
             _step(study, variant),
-            _known(variant.get("steps"), lambda n: f"{n:,}"),
-            _known(variant.get("tokens_trained"), short),
-            _known(planned, seconds),
-            _known(variant.get("learning_rate"), lambda rate: f"{rate:g}" + (" (edge)" * bool(variant.get("grid_edge")))),
+            _joined(" / ", [variant.get("steps"), variant.get("tokens_trained")], short),
+            _joined("", [variant.get("planned_seconds")], seconds),
+            _joined("", [variant.get("learning_rate")], "{:g}".format) + (" (edge)" * bool(variant.get("grid_edge"))),
         )
         lines.append(Row(variant["label"], cells, "", ""))
-    return _filled(names, lines)
+    return filled(names, lines)
 
 
-def _filled(names: Sequence[str], lines: Sequence[Row]) -> tuple[list[str], list[Row]]:
+def _joined(sign: str, values: Sequence[Any], write: Callable[[Any], str]) -> str:
+    """The values that are known."""
+    return sign.join(write(value) for value in values if value is not None) or "-"
+
+
+def filled(names: Sequence[str], lines: Sequence[Row]) -> tuple[list[str], list[Row]]:
+    """The table without the columns in which no row says anything."""
     kept = [i for i in range(len(names)) if any(row.cells[i] not in ("-", "not measured") for row in lines)]
-    short_rows = [Row(row.label, tuple(row.cells[i] for i in kept), row.verdict, row.problem) for row in lines]
-    return [names[i] for i in kept], short_rows
-
-
-def _known(value: Any, write: Callable[[Any], str]) -> str:
-    return "-" if value is None else write(value)
+    rest = [Row(row.label, tuple(row.cells[i] for i in kept), row.verdict, row.problem) for row in lines]
+    return [names[i] for i in kept], rest
 
 
 def _interval(low: float | None, high: float | None, places: int) -> str:
@@ -163,9 +157,11 @@ def _row(study: Study, variant: dict[str, Any], places: int) -> Row:
     return Row(variant["label"], cells, verdict, problem)
 
 
-def _options(variant: dict[str, Any]) -> str:
+def _options(variant: dict[str, Any], but: str = "") -> str:
+    """Options and settings, without those that the text `but` names already."""
     settings = variant.get("settings") or {}
-    return ", ".join(f"{name}={show(value)}" for name, value in (variant["options"] | settings).items()) or "-"
+    texts = [f"{name}={show(value)}" for name, value in (variant["options"] | settings).items()]
+    return ", ".join(text for text in texts if text not in but) or "-"
 
 
 def _parameters(study: Study, variant: dict[str, Any]) -> str:

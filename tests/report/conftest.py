@@ -60,8 +60,8 @@ def write_study(
 ):
     """Write study.json, results.json and metrics; returns the results as written.
 
-    rates: the learning-rate grid of a format 2 study (its second is chosen, for the last variant its last); none: format
-    1. mixes: labels whose runs leave mixes.npz. failed: (label, seed) of runs that failed.
+    rates: the learning-rate grid of a format 2 study (its second is chosen, for the last variant its last); none:
+    format 1. mixes: labels whose runs leave mixes.npz. failed: (label, seed) of runs that failed.
     """
     random.seed(0)
     new = bool(rates)
