@@ -54,8 +54,8 @@ def mixes(study: Study) -> Section | None:
             spec, data = _grid(drawn, name)
             panels.append(Panel(name, label, spec))
             datasets |= data
-            rows += [_summary(label, run["seed"], m) for m in maps]
-    if not panels:
+        rows += [_summary(label, run["seed"], m) for m in maps]
+    if not rows:
         return None
     return Section(
         name="mixes",
@@ -85,7 +85,8 @@ def read_maps(study: Study, run: dict[str, Any]) -> list[Map]:
     """The mixes a run left, by name and layer; without a weight that is not finite, or a file that cannot be read."""
     found = []
     try:
-        with np.load(study.folder / run["folder"] / "mixes.npz", allow_pickle=False) as saved:
+        path = study.folder / run["folder"] / "mixes.npz"
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as saved:
             for key in saved.files:
                 weight = np.asarray(saved[key], dtype=np.float32)
                 if weight.ndim and weight.size and np.isfinite(weight).all():
@@ -93,7 +94,7 @@ def read_maps(study: Study, run: dict[str, Any]) -> list[Map]:
                     name = ".".join(part for part in key.split(".")[-3:] if part not in ("weight", "self_attn"))
                     matrix = weight.reshape(weight.shape[0], -1)
                     found.append(Map(int(layer[1]) if layer else 0, name, weight.shape, matrix))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return []
     names = list(dict.fromkeys(m.name for m in found))
     return sorted(found, key=lambda m: (names.index(m.name), m.layer))
