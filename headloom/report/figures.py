@@ -15,11 +15,12 @@ from headloom.report.mixes import mixes
 from headloom.report.rates import learning_rates
 from headloom.report.records import Study
 from headloom.report.style import MIDDLE, Panel, Section, colour, finish, named
+from headloom.report.sweep import sweep
 
 
 def all_sections(study: Study) -> list[Section]:
     """The sections with figures this study has data for, in the page's order."""
-    found = (make(study) for make in (difference, front, loss, learning_rates, mixes))
+    found = (make(study) for make in (difference, sweep, front, loss, learning_rates, mixes))
     return [section for section in found if section is not None]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +57,7 @@ def front(study: Study) -> Section | None:
         caption=(
             "Small marks are runs, one a seed; large marks are their means. Filled: on the front, that is, no variant "
             "is both cheaper and better. The line joins the front's members; towards the lower left is better."
-            + (" Every group of variants that are compared with each other has its own front." if _many(means) else "")
+            + (" Variants that are compared with one another have a front of their own." if _many(means) else "")
         ),
         panels=tuple(panels),
         datasets=datasets,
@@ -110,7 +109,7 @@ def _means(study: Study, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             means.append(
                 {
                     "variant": variant["label"],
-                    "group": json.dumps(variant.get("settings") or {}, sort_keys=True),
+                    "group": study.group(variant),
                     "parameters": variant["parameters"],
                     "cache": cache_bytes(variant),
                     "seeds": len(mine),

@@ -47,6 +47,16 @@ class Study:
         found: str | None = variant.get("against", default)
         return found
 
+    def group(self, variant: dict[str, Any]) -> str:
+        """The reference at the end of the variant's comparisons: variants that share it are compared together."""
+        by_label = {known["label"]: known for known in self.results["variants"]}
+        passed: list[str] = []
+        while (against := self.against(variant)) in by_label and variant["label"] not in passed:
+            passed.append(variant["label"])
+            variant = by_label[against]
+        label: str = variant["label"]
+        return label
+
 
 def read_study(folder: Path | str) -> Study:
     """The records of a study folder; HeadloomError if it is not one."""

@@ -11,6 +11,7 @@ from headloom.report.front import front, pareto
 from headloom.report.loss import loss
 from headloom.report.rates import learning_rates
 from headloom.report.records import read_study
+from headloom.report.sweep import sweep
 
 RATES = (1e-3, 3e-3, 1e-2)
 
@@ -65,12 +66,29 @@ def test_the_front_marks_what_no_other_beats(whole_folder):
 
 def test_every_group_has_its_own_front(whole_folder):
     def edit(results):
-        results["variants"][1]["settings"] = {"tokens": 1024}
+        results["variants"][1]["against"] = None  # gqa is a reference too
         for run in results["runs"]:
             run["train_seconds"], run["bits_per_byte"] = (1.0, 2.0) if run["variant"] == "mha" else (2.0, 2.1)
 
     means = front(change(whole_folder, edit)).datasets["quality-time-means"]
+    assert {row["variant"]: row["group"] for row in means} == {"mha": "mha", "gqa": "gqa", "iha": "mha"}
     assert {row["variant"]: row["front"] for row in means} == {"mha": True, "gqa": True, "iha": False}
+
+
+def test_quality_along_an_axis_that_is_swept(whole_folder):
+    def edit(results):
+        for place, variant in enumerate(results["variants"]):
+            variant["settings"] = {"heads": 4**place, "norm": True, "batch_size": 8 if place else 4}
+            variant["mechanism"], variant["options"] = ("mha", {"heads": 4**place}) if place < 2 else ("iha", {"P": 2})
+
+    study = change(whole_folder, edit)
+    section = sweep(study)
+    assert [panel.tab for panel in section.panels] == ["heads"]  # two batch sizes are no line
+    drawn = [(row["series"], row["value"], row["mean"]) for row in section.rows]
+    means = [variant["bits_per_byte"]["mean"] for variant in study.results["variants"]]
+    assert drawn == [("mha", 1, means[0]), ("mha", 4, means[1]), ("iha:P=2", 16, means[2])]
+    assert section.panels[0].spec["layer"][0]["encoding"]["x"]["scale"]["type"] == "log"
+    assert sweep(change(whole_folder, lambda results: results["variants"][0].pop("settings"))) is None
 
 
 def test_a_cost_in_which_all_are_equal_has_no_front(study_folder):
