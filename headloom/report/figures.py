@@ -99,4 +99,4 @@ def _difference(study: Study, labels: list[str]) -> dict[str, Any]:
     interval = base.mark_rule(strokeWidth=3).encode(x=alt.X("low:Q", title=title), x2="high:Q")
     centre = base.mark_point(filled=True, size=110, opacity=1).encode(x=x)
     layers = alt.layer(zero.encode(x=alt.X("zero:Q", title=title)), seeds, interval, centre, names)
-    return finish(layers, 20 + 54 * len(labels))
+    return finish(layers, 20 + (54 if len(labels) <= 10 else 44) * len(labels))

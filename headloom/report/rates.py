@@ -69,7 +69,7 @@ def _panel(study: Study, rows: list[dict[str, Any]], failed: list[dict[str, Any]
         "rate:Q",
         title="peak learning rate, logarithmic",
         scale=alt.Scale(type="log", padding=20, nice=False),
-        axis=alt.Axis(values=ticks, format="~e", labelOverlap=True),
+        axis=alt.Axis(values=ticks, format="~e", labelOverlap="greedy", labelSeparation=7),
     )
     title = "selection bits per byte" + (", logarithmic" if log else "")
     scale = alt.Scale(type="log", padding=20, nice=False) if log else alt.Scale(zero=False, padding=20)

@@ -68,7 +68,7 @@ def _panel(data: str, axis: str, values: list[float], series: list[str]) -> dict
         "value:Q",
         title=f"{axis}, logarithmic" if log else axis,
         scale=scale,
-        axis=alt.Axis(values=values, format="~g", labelOverlap=True),
+        axis=alt.Axis(values=values, format="~g", labelOverlap="greedy", labelSeparation=7),
     )
     title = "bits per byte (lower is better)"
     y = alt.Y("mean:Q", title=title, scale=alt.Scale(zero=False, padding=20))

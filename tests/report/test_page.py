@@ -369,3 +369,35 @@ def test_a_browser_draws_a_whole_study_and_no_hostile_name_runs(whole, browse, t
     assert len(page.scripts) == 3
     assert not [attrs for tag, attrs in page.elements if tag == "img" and not attrs["src"].startswith("data:")]
     assert said == []
+
+
+PHONE = """<body><iframe id="f" style="width:390px;height:800px"></iframe><p id="said"></p><script>
+const frame = document.getElementById("f");
+frame.onload = () => setTimeout(() => {
+  const page = frame.contentDocument, seen = {};
+  const shown = () => [...page.querySelectorAll(".tabs:has(#tab-loss-steps) > .panel")]
+    .filter((panel) => frame.contentWindow.getComputedStyle(panel).visibility === "visible")
+    .map((panel) => panel.querySelector(".figure").id);
+  for (const name of ["loss-steps", "loss-tokens", "loss-flops", "loss-seconds"]) {
+    page.querySelector(`label[for=tab-${name}]`).click();
+    seen[name] = shown();
+  }
+  const root = page.documentElement;
+  seen.width = [root.scrollWidth, root.clientWidth];
+  seen.drawn = Math.min(...[...page.querySelectorAll("svg.marks, canvas")].map((e) => e.getBoundingClientRect().width));
+  document.getElementById("said").textContent = JSON.stringify(seen);
+}, 9000);
+frame.src = "PAGE";
+</script>"""
+
+
+@pytest.mark.browser
+def test_a_telephone_switches_the_axis_and_scrolls_down_only(whole, browse, tmp_path):
+    (tmp_path / "phone.html").write_text(PHONE.replace("PAGE", (whole / "report.html").as_uri()))
+    page, said = browse(tmp_path / "phone.html", "--allow-file-access-from-files")
+    assert said == []
+    seen = json.loads(page.text.strip())
+    for name in ("loss-steps", "loss-tokens", "loss-flops", "loss-seconds"):
+        assert seen[name] == [f"figure-{name}"]
+    assert seen["width"][0] <= seen["width"][1] <= 390
+    assert seen["drawn"] > 250
