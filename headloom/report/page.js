@@ -1,36 +1,45 @@
 "use strict";
 (() => {
-  const specs = JSON.parse(document.getElementById("figures").textContent);
+  const { themes, longest, sections } = JSON.parse(document.getElementById("figures").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const theme = () => {
-    const ink = dark.matches ? "#e6e9ee" : "#1b1f26";
-    const soft = dark.matches ? "#a0a8b5" : "#59616e";
-    const line = dark.matches ? "#343a45" : "#dde1e7";
-    return {
-      background: "transparent",
-      font: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif",
-      view: { stroke: line },
-      axis: { labelColor: soft, titleColor: ink, gridColor: line, domainColor: soft, tickColor: soft,
-              labelFontSize: 12, titleFontSize: 13, titleFontWeight: 500 },
-      legend: { labelColor: ink, titleColor: ink, labelFontSize: 13 },
-      title: { color: ink },
-    };
-  };
   let drawn = [];
+  let width = 0;
   const draw = async () => {
     drawn.forEach((result) => result.finalize());
     drawn = [];
-    for (const [name, spec] of Object.entries(specs)) {
-      const place = document.getElementById("figure-" + name);
-      const narrow = place.clientWidth < 520;
-      const config = theme();
-      config.legend.columns = narrow ? 2 : 4;
-      drawn.push(await vegaEmbed(place, structuredClone(spec), {
-        renderer: "svg", ast: true, config,
-        actions: false,
-      }));
+    width = document.documentElement.clientWidth;
+    for (const { datasets, renderer, panels } of sections) {
+      for (const [name, panel] of Object.entries(panels)) {
+        const place = document.getElementById("figure-" + name);
+        const room = place.clientWidth;
+        const narrow = room < 520;
+        const config = structuredClone(themes[dark.matches ? "dark" : "light"]);
+        const limit = narrow ? room - 60 : config.legend.labelLimit;
+        config.legend.labelLimit = limit;
+        config.legend.columns = Math.max(1, Math.min(8, Math.floor(room / (34 + Math.min(limit, 8 * longest)))));
+        if (narrow) {
+          config.axisY.labelLimit = 110;
+          config.axis.titleFontSize = 12;
+        }
+        const spec = { ...structuredClone(panel), datasets };
+        if (spec.usermeta) {
+          const { columns, step } = spec.usermeta;
+          spec.columns = Math.max(1, Math.min(columns, Math.floor(room / step)));
+          const scale = Math.min(1.2, (room - 12) / (spec.columns * step));
+          spec.concat.forEach((map) => {
+            map.width = Math.floor(map.width * scale);
+            map.height = Math.floor(map.height * scale);
+          });
+        }
+        const options = { mode: "vega-lite", renderer, ast: true, config, actions: false };
+        drawn.push(await vegaEmbed(place, spec, options));
+      }
     }
   };
   dark.addEventListener("change", draw);
+  // Grids do not follow the width by themselves; a telephone that is turned round gets new ones.
+  window.addEventListener("resize", () => {
+    if (Math.abs(document.documentElement.clientWidth - width) > 100) draw();
+  });
   draw();
 })();

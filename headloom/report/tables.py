@@ -1,12 +1,22 @@
-"""The comparison's table as text cells, shared by the page and the terminal."""
+"""Tables as text cells: the terminal's, and the page's two (what was found; what it cost)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headloom.report.records import Study
+
+BEYOND = ("better", "worse")
+WORDS = {
+    "better": "better",
+    "worse": "worse",
+    "same": "not distinguishable",
+    "unknown": "not known",
+    "reference": "reference",
+}
 
 
 @dataclass(frozen=True)
@@ -34,62 +44,161 @@ def columns(reference: str) -> tuple[str, ...]:
 
 
 def rows(study: Study) -> list[Row]:
-    """The table, one row a variant in the study's order."""
-    results = study.results
-    places = _places(results["variants"])
-    return [_row(variant, results["reference"], places) for variant in results["variants"]]
+    """The terminal's table, one row a variant in the study's order."""
+    places = _places(study.results["variants"])
+    return [_row(study, variant, places) for variant in study.results["variants"]]
 
 
-def _row(variant: dict[str, Any], reference: str, places: int) -> Row:
-    label = variant["label"]
-    options = ", ".join(f"{name}={show(value)}" for name, value in variant["options"].items())
-    bits = variant["bits_per_byte"]
-    if bits["mean"] is None:
-        quality = "no finished run"
-    elif bits["sd"] is None:
-        quality = f"{bits['mean']:.{places}f} (one seed)"
-    else:
-        quality = f"{bits['mean']:.{places}f} ± {bits['sd']:.{places}f}"
-    failed = variant["failed"]
+def found(study: Study) -> tuple[list[str], list[Row]]:
+    """The page's first table: quality, the paired difference, how sure. Columns that no variant fills are left out."""
+    variants = study.results["variants"]
+    against = {name for variant in variants if (name := study.against(variant))}
+    names = [
+        "variant",
+        "bits per byte",
+        f"difference to {next(iter(against))}" if len(against) == 1 else "difference to its reference",
+        "verdict",
+        "95 % interval (t)",
+        "95 % interval (bootstrap)",
+        "p (Holm)",
+        "effect / seed sd",
+        "options",
+    ]
+    places = _places(variants)
+    lines = []
+    for variant in variants:
+        verdict, _ = _difference(study, variant, places)
+        row = variant.get("difference") or {}
+        mean = row.get("mean")
+        word = WORDS[verdict] + (f" than {study.against(variant)}" if len(against) > 1 and verdict in BEYOND else "")
+        cells = (
+            variant["label"],
+            _quality(variant, places),
+            "-" if mean is None else f"{mean:+.{places}f}",
+            word,
+            _interval(row.get("low"), row.get("high"), places),
+            _interval(row.get("bootstrap_low"), row.get("bootstrap_high"), places),
+            _p(row.get("p"), row.get("p_holm")),
+            "-" if row.get("effect") is None else f"{row['effect']:+.2g}",
+            _options(variant, but=variant["label"]),
+        )
+        lines.append(Row(variant["label"], cells, verdict, ""))
+    return filled(names, lines)
+
+
+def costs(study: Study) -> tuple[list[str], list[Row]]:
+    """The page's second table: what every variant is made of and takes. Columns that no variant fills are left out."""
+    names = [
+        "variant",
+        "parameters",
+        "layers, width, heads",
+        "attention FLOPs per token",
+        "training FLOPs, visible / all pairs",
+        "cache bytes, token / context",
+        "step time",
+        "steps / tokens",
+        "planned time",
+        "learning rate",
+    ]
+    lines = []
+    for variant in study.results["variants"]:
+        form = variant.get("shape") or {}
+        cells = (
+            variant["label"],
+            _parameters(study, variant),
+            _joined(" x ", [form.get(key) for key in ("num_layers", "hidden_size", "num_heads")], str),
+            short(variant["attention_flops_per_token"]),
+            _joined(" / ", [variant.get("training_flops_exact"), variant.get("training_flops_full")], short),
+            _joined(" / ", [variant["cache_bytes_per_token"], variant.get("cache_bytes")], short),
+            _step(study, variant),
+            _joined(" / ", [variant.get("steps"), variant.get("tokens_trained")], short),
+            _joined("", [variant.get("planned_seconds")], seconds),
+            _joined("", [variant.get("learning_rate")], "{:g}".format) + (" (edge)" * bool(variant.get("grid_edge"))),
+        )
+        lines.append(Row(variant["label"], cells, "", ""))
+    return filled(names, lines)
+
+
+def _joined(sign: str, values: Sequence[Any], write: Callable[[Any], str]) -> str:
+    """The values that are known."""
+    return sign.join(write(value) for value in values if value is not None) or "-"
+
+
+def filled(names: Sequence[str], lines: Sequence[Row]) -> tuple[list[str], list[Row]]:
+    """The table without the columns in which no row says anything."""
+    kept = [i for i in range(len(names)) if any(row.cells[i] not in ("-", "not measured") for row in lines)]
+    rest = [Row(row.label, tuple(row.cells[i] for i in kept), row.verdict, row.problem) for row in lines]
+    return [names[i] for i in kept], rest
+
+
+def _interval(low: float | None, high: float | None, places: int) -> str:
+    return "-" if low is None or high is None else f"{low:+.{places}f} to {high:+.{places}f}"
+
+
+def _p(p: float | None, corrected: float | None) -> str:
+    value = corrected if corrected is not None else p
+    return "-" if value is None else "< 0.0001" if value < 0.0001 else f"{value:.2g}"
+
+
+def _row(study: Study, variant: dict[str, Any], places: int) -> Row:
+    failed = [run for run in variant["failed"] if run.get("learning_rate") == variant.get("learning_rate")]
     problem = "; ".join(f"seed {run['seed']} failed: {run['reason']}" for run in failed)
-    if failed and bits["n"]:
-        quality += f", {bits['n']} of {bits['n'] + len(failed)} seeds"
-    elif failed:
-        quality = "failed"
-    verdict, compared = _difference(variant, reference, places)
+    verdict, compared = _difference(study, variant, places)
     cells = (
-        label,
-        options or "-",
-        f"{variant['parameters']:,}" + (f" ({variant['parameters_relative']:+.2%})" if label != reference else ""),
+        variant["label"],
+        _options(variant),
+        _parameters(study, variant),
         short(variant["attention_flops_per_token"]),
         f"{variant['cache_bytes_per_token']:,}",
-        _step(variant, reference),
-        quality,
+        _step(study, variant),
+        _quality(variant, places),
         compared,
     )
-    return Row(label, cells, verdict, problem)
+    return Row(variant["label"], cells, verdict, problem)
 
 
-def _difference(variant: dict[str, Any], reference: str, places: int) -> tuple[str, str]:
-    if variant["label"] == reference:
+def _options(variant: dict[str, Any], but: str = "") -> str:
+    """Options and settings, without those that the text `but` names already."""
+    settings = variant.get("settings") or {}
+    texts = [f"{name}={show(value)}" for name, value in (variant["options"] | settings).items()]
+    return ", ".join(text for text in texts if text not in but) or "-"
+
+
+def _parameters(study: Study, variant: dict[str, Any]) -> str:
+    relative = f" ({variant['parameters_relative']:+.2%})" if study.against(variant) is not None else ""
+    return f"{variant['parameters']:,}{relative}"
+
+
+def _quality(variant: dict[str, Any], places: int) -> str:
+    bits = variant["bits_per_byte"]
+    failed = [run for run in variant["failed"] if run.get("learning_rate") == variant.get("learning_rate")]
+    if failed and not bits["n"]:
+        return "failed"
+    if bits["mean"] is None:
+        return "no finished run"
+    spread = " (one seed)" if bits["sd"] is None else f" ± {bits['sd']:.{places}f}"
+    of = f", {bits['n']} of {bits['n'] + len(failed)} seeds" if failed else ""
+    return f"{bits['mean']:.{places}f}{spread}{of}"
+
+
+def _difference(study: Study, variant: dict[str, Any], places: int) -> tuple[str, str]:
+    if study.against(variant) is None:
         return "reference", "reference"
-    found = variant["difference"]
-    if found is None or found["mean"] is None:
+    row = variant["difference"]
+    if row is None or row["mean"] is None:
         return "unknown", "not known"
-    if found["half_width"] is None:
-        return "unknown", f"{found['mean']:+.{places}f} (one seed: no interval)"
-    words = {"better": "better", "worse": "worse", "same": "not distinguishable"}
-    return found[
-        "verdict"
-    ], f"{found['mean']:+.{places}f} ± {found['half_width']:.{places}f}, {words[found['verdict']]}"
+    if row["half_width"] is None:
+        return "unknown", f"{row['mean']:+.{places}f} (one seed: no interval)"
+    verdict = row["verdict"]
+    return verdict, f"{row['mean']:+.{places}f} ± {row['half_width']:.{places}f}, {WORDS[verdict]}"
 
 
-def _step(variant: dict[str, Any], reference: str) -> str:
+def _step(study: Study, variant: dict[str, Any]) -> str:
     timing = variant["step_time"]
     if not timing:
         return "not measured"
     ratio = variant.get("step_ratio")
-    times = f" ({ratio:.2f} x)" if ratio is not None and variant["label"] != reference else ""
+    times = f" ({ratio:.2f} x)" if ratio is not None and study.against(variant) is not None else ""
     return seconds(timing["median"]) + times
 
 

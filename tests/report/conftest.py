@@ -1,83 +1,205 @@
-"""A study folder as `headloom compare` writes it, made of invented numbers."""
+"""Study folders made of invented numbers: as `headloom compare` wrote them first (format 1), and with everything that
+a study may record (format 2)."""
 
 import json
 import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+RATES = (1e-3, 3e-3, 1e-2)
+REASON = "its loss is nan at step 17"
 
-def write_study(folder: Path, labels=("mha", "gqa", "iha", "sas"), seeds=(0, 1, 2), steps=120, title="invented text"):
-    """Write study.json, results.json and metrics; returns the results as written."""
+
+def _metrics(place, steps, rate, step_seconds, flops):
+    """The lines of metrics.jsonl: losses that fall to a floor which a wrong learning rate lifts."""
+    floor = 1.7 + 0.03 * place + 0.08 * math.log10(rate / 3e-3) ** 2
+    for step in range(1, steps + 1):
+        yield {
+            "kind": "train",
+            "step": step,
+            "tokens": step * 512,
+            "seconds": step * step_seconds,
+            "loss": floor + 3.5 * math.exp(-step / 25) + random.gauss(0, 0.05),
+            "learning_rate": rate,
+            "grad_norm": 1.0,
+        } | ({"flops": step * flops} if flops else {})
+    yield {"kind": "eval", "step": steps, "tokens": steps * 512, "seconds": steps * step_seconds, "bits_per_byte": 2.4}
+
+
+def write_mixes(path, layers=4, heads=8, pseudo=2):
+    """Mixes as IHA's: near the identity over heads, with a perturbation that grows with the layer."""
+    generator = np.random.default_rng(layers)
+    eye, found = np.eye(heads), {}
+    for layer in range(layers):
+        for name in ("q_mix", "k_mix", "v_mix", "out_mix"):
+            base = eye[:, :, None] / pseudo if name == "out_mix" else eye[:, None, :]
+            shape = (heads, heads, pseudo) if name == "out_mix" else (heads, pseudo, heads)
+            noise = generator.normal(0, 0.05 + 0.03 * layer, shape)
+            found[f"model.layers.{layer}.self_attn.{name}.weight"] = (base + noise).astype(np.float32)
+    np.savez(path, **found)
+
+
+def _spread(values):
+    mean = sum(values.values()) / len(values) if values else None
+    return {"n": len(values), "mean": mean, "sd": 0.004 if len(values) > 1 else None, "values": values}
+
+
+def write_study(
+    folder: Path,
+    labels=("mha", "gqa", "iha", "sas"),
+    seeds=(0, 1, 2),
+    steps=120,
+    title="invented text",
+    rates=(),
+    mixes=(),
+    failed=(),
+    layers=4,
+):
+    """Write study.json, results.json and metrics; returns the results as written.
+
+    rates: the learning-rate grid of a format 2 study (its second is chosen, for the last variant its last); none:
+    format 1. mixes: labels whose runs leave mixes.npz. failed: (label, seed) of runs that failed.
+    """
     random.seed(0)
-    reference = labels[0]
+    new = bool(rates)
     variants, runs = [], []
     for place, label in enumerate(labels):
-        values = {}
-        for seed in seeds:
-            name = f"runs/v{place}-seed{seed}"
-            (folder / name).mkdir(parents=True)
-            with open(folder / name / "metrics.jsonl", "w") as stream:
-                for step in range(1, steps + 1):
-                    loss = 1.7 + 0.03 * place + 3.5 * math.exp(-step / 25) + random.gauss(0, 0.05)
-                    record = {"step": step, "tokens": step * 512, "seconds": step * 0.05 * (1 + place), "loss": loss}
-                    stream.write(json.dumps(record) + "\n")
-            values[str(seed)] = 2.4 + 0.01 * place * (-1) ** place + random.gauss(0, 0.004)
-            runs.append(
-                {
-                    "variant": label,
-                    "seed": seed,
-                    "folder": name,
-                    "status": "finished",
-                    "bits_per_byte": values[str(seed)],
+        last = place == len(labels) - 1
+        best = (rates[-1] if last else rates[1]) if new else 3e-3
+        own_steps = steps if not new else round(steps / (1 + 0.1 * place))
+        step_seconds, flops, values = 0.05 * (1 + place), 1e9 * (1 + 0.3 * place), {}
+        for rate in rates or (best,):
+            for seed in seeds:
+                name = f"runs/v{place}-lr{rate:g}-seed{seed}" if new else f"runs/v{place}-seed{seed}"
+                (folder / name).mkdir(parents=True)
+                with open(folder / name / "metrics.jsonl", "w") as stream:
+                    for record in _metrics(place, own_steps, rate, step_seconds, flops if new else None):
+                        stream.write(json.dumps(record) + "\n")
+                run = {"variant": label, "seed": seed, "folder": name, "status": "finished"}
+                if new:
+                    run |= {"learning_rate": rate, "chosen": rate == best, "weights": "ab" * 32}
+                    run["mixes"] = label in mixes and rate == best
+                    if run["mixes"]:
+                        write_mixes(folder / name / "mixes.npz", layers)
+                runs.append(run)
+                if (label, seed) in failed and rate == best:
+                    run |= {"status": "failed", "reason": REASON}
+                    continue
+                bits = 2.4 + 0.01 * place * (-1) ** place + random.gauss(0, 0.004)
+                run |= {
+                    "bits_per_byte": bits,
+                    "selection_bits_per_byte": bits + 0.02 if new else None,
                     "perplexity": 5.2,
-                    "train_seconds": steps * 0.05 * (1 + place) + random.random(),
+                    "train_seconds": own_steps * step_seconds + random.random(),
                 }
-            )
+                if rate == best:
+                    values[str(seed)] = bits
         mean = sum(values.values()) / len(values)
-        variants.append(
-            {
-                "label": label,
-                "mechanism": label,
-                "options": {"pseudo_heads": 2} if place == 2 else {},
-                "intermediate_size": 344 - place,
-                "parameters": 853_120 + place,
-                "parameters_relative": place * 1e-4,
-                "attention_flops_per_token": 1_234_567 * (1 + place),
-                "cache_bytes_per_token": 4096,
-                "step_time": {"median": 0.05 * (1 + place), "low": 0.049, "high": 0.06, "repeats": 7},
-                "step_ratio": 1.0 + place,
-                "bits_per_byte": {"n": len(values), "mean": mean, "sd": 0.004, "values": values},
-                "difference": None
-                if place == 0
-                else {
-                    "n": 3,
-                    "mean": mean - 2.4,
-                    "half_width": 0.008,
-                    "low": mean - 2.408,
-                    "high": mean - 2.392,
-                    "p": 0.01,
-                    "p_holm": 0.03,
-                    "verdict": ["same", "better", "worse", "same"][place % 4],
-                },
-                "failed": [],
-            }
-        )
+        variant = {
+            "label": label,
+            "mechanism": label,
+            "options": {"pseudo_heads": 2} if place == 2 else {},
+            "intermediate_size": 344 - place,
+            "parameters": 853_120 + place,
+            "parameters_relative": place * 1e-4,
+            "attention_flops_per_token": 1_234_567 * (1 + place),
+            "cache_bytes_per_token": 4096,
+            "step_time": {"median": step_seconds, "low": 0.049, "high": 0.06, "repeats": 7},
+            "step_ratio": 1.0 + place,
+            "bits_per_byte": _spread(values),
+            "difference": None
+            if place == 0
+            else {
+                "n": 3,
+                "mean": mean - 2.4,
+                "half_width": 0.008,
+                "low": mean - 2.408,
+                "high": mean - 2.392,
+                "p": 0.01,
+                "p_holm": 0.03,
+                "verdict": ["same", "better", "worse", "same"][place % 4],
+            },
+            "failed": [{"seed": seed, "reason": REASON} for name, seed in failed if name == label],
+        }
+        if new:
+            variant |= _more(variant, place, best, rates, seeds, own_steps, labels[0], last)
+        variants.append(variant)
     results = {
-        "format": 1,
+        "format": 2 if new else 1,
         "hash": "abc123",
-        "status": "complete",
-        "reference": reference,
+        "status": "failed" if failed else "complete",
+        "reference": labels[0],
         "variants": variants,
         "runs": runs,
-        "headlines": [f"{label} is something against {reference}." for label in labels[1:]],
-        "notes": ["iha runs with pseudo_heads=2."],
+        "headlines": [f"{label} is something against {labels[0]}." for label in labels[1:]],
+        "notes": [f"{labels[-1]} runs with pseudo_heads=2."],
         "quality_text": "bits per byte: counted somehow",
         "config_differences": {"mechanism": {label: label for label in labels}},
         "common": {"hidden_size": 128, "steps": steps, "rope_scaling": None},
     }
-    study = {
+    study = _study(steps, title)
+    if new:
+        results |= {
+            "summary": f"{labels[1]} is better than {labels[0]}; the others are not distinguishable.",
+            "warnings": [f"{labels[-1]}'s best learning rate is at the grid's edge."],
+            "condition": "at equal parameters (within 0.5 %) and equal time",
+        }
+        study |= {
+            "format": 2,
+            "kind": "study",
+            "name": "equal_time",
+            "title": f"Equal time on {title}",
+            "question": "Is any of them better when all train for the same time?",
+            "engine": "2 processes on this machine",
+            "command": "headloom study run studies/equal_time.yaml --size tiny",
+            "timing": {variant["label"]: variant["step_time"] for variant in variants},
+        }
+        study["spec"] |= {"seeds": list(seeds), "learning_rates": list(rates)}
+        study["spec"]["budgets"] = [{"match": "time", "knobs": ["steps"], "tolerance": 0.02, "target": None}]
+        study["data"] |= {"tokens_fingerprint": "e" * 64, "selection_tokens": 50_000}
+    (folder / "study.json").write_text(json.dumps(study))
+    (folder / "results.json").write_text(json.dumps(results))
+    return results
+
+
+def _more(variant, place, best, rates, seeds, steps, reference, last):
+    """What format 2 adds to a variant."""
+    found = {
+        "against": reference if place else None,
+        "settings": {},
+        "shape": {"num_layers": 4, "hidden_size": 128, "num_heads": 8, "head_dim": 16, "steps": steps},
+        "parameters": int(853_120 * 1.4**place),
+        "cache_bytes": 4096 * 256 // (1 + place % 3) ** 2,
+        "steps": steps,
+        "tokens_trained": steps * 512,
+        "training_flops_exact": 1e9 * (1 + 0.3 * place) * steps,
+        "training_flops_full": 1.2e9 * (1 + 0.3 * place) * steps,
+        "planned_seconds": steps * variant["step_time"]["median"],
+        "learning_rate": best,
+        "grid": [
+            {
+                "learning_rate": rate,
+                "selection_bits_per_byte": _spread(
+                    {str(s): 2.42 + 0.02 * place + 0.05 * abs(math.log10(rate / best)) + 0.003 * s for s in seeds}
+                ),
+                "failed": int(last and rate == rates[0]),
+            }
+            for rate in rates
+        ],
+        "grid_edge": last,
+        "failed": [{**run, "learning_rate": best} for run in variant["failed"]],
+    }
+    if variant["difference"]:
+        low, high = variant["difference"]["low"] + 0.002, variant["difference"]["high"] - 0.002
+        found["difference"] = variant["difference"] | {"bootstrap_low": low, "bootstrap_high": high, "effect": 2.5}
+    return found
+
+
+def _study(steps, title):
+    return {
         "format": 1,
         "hash": "abc123",
         "spec": {"steps": steps},
@@ -96,9 +218,6 @@ def write_study(folder: Path, labels=("mha", "gqa", "iha", "sas"), seeds=(0, 1, 
         "timing_text": "median of 7 interleaved repetitions",
         "started": "2026-01-01T00:00:00+00:00",
     }
-    (folder / "study.json").write_text(json.dumps(study))
-    (folder / "results.json").write_text(json.dumps(results))
-    return results
 
 
 @pytest.fixture

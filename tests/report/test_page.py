@@ -1,4 +1,5 @@
 import base64
+import csv
 import hashlib
 import json
 import os
@@ -14,7 +15,9 @@ from headloom.core.errors import HeadloomError
 from headloom.report.page import inert_json, write_report
 
 HOSTILE = "<script>alert(1)</script>"
-FIGURES = ("difference", "loss-steps", "loss-seconds", "quality-time")
+FIGURES = ("difference", "quality-time", "loss-steps", "loss-tokens", "loss-seconds")
+ALL = ("difference", "quality-time", "quality-parameters", "quality-cache", "loss-steps", "loss-tokens", "loss-flops",
+       "loss-seconds", "learning-rates", "mixes-1")  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -28,7 +31,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
-        self._open.append(tag)
+        if tag not in ("wbr", "img", "meta", "input"):
+            self._open.append(tag)
         if tag == "script":
             self.scripts.append("")
         if tag in ("td", "th"):
@@ -56,14 +60,31 @@ def written(tmp_path_factory, make_study):
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory, make_study):
-    folder = tmp_path_factory.mktemp("hostile")
-    results = make_study(folder, labels=("mha", HOSTILE, "</script><img src=x onerror=alert(2)>"), title=HOSTILE)
-    results["runs"][3] |= {"status": "failed", "reason": "<img src=x onerror=alert(3)>"}
-    results["variants"][1]["failed"] = [{"seed": 1, "reason": "'\"><script>alert(4)</script>"}]
+def whole(tmp_path_factory, make_study):
+    """A study with a grid, a failed run, and hostile text in every place where a study has text of its own."""
+    folder = tmp_path_factory.mktemp("whole")
+    labels = ("mha", HOSTILE, "iha:pseudo_heads=2", "</script><img src=x onerror=alert(2)>")
+    results = make_study(
+        folder, labels, rates=(1e-3, 3e-3, 1e-2), mixes=(HOSTILE,), failed=((labels[2], 1),), title=HOSTILE
+    )
+    for run in results["runs"]:
+        if run["status"] == "failed":
+            run["reason"] = "<img src=x onerror=alert(3)>" + "x" * 1000
+    results["warnings"] += [HOSTILE]
+    results["summary"] = HOSTILE
     (folder / "results.json").write_text(json.dumps(results))
+    study = json.loads((folder / "study.json").read_text())
+    study["question"] = study["command"] = study["engine"] = HOSTILE
+    (folder / "study.json").write_text(json.dumps(study))
     write_report(folder)
     return folder
+
+
+def drawings(page):
+    """What the page's script draws from: (panels by name, data sets by name)."""
+    sections = json.loads(page.scripts[0])["sections"]
+    panels = {name: spec for section in sections for name, spec in section["panels"].items()}
+    return panels, {name: rows for section in sections for name, rows in section["datasets"].items()}
 
 
 def read(folder):
@@ -75,7 +96,7 @@ def test_contents(written):
     results = json.loads((written / "results.json").read_text())
     for headline in results["headlines"]:
         assert headline in page.text
-    assert page.text.index(results["headlines"][0]) < page.text.index("The table")
+    assert page.text.index(results["headlines"][0]) < page.text.index("What was found")
     for part in ("invented text", "f" * 64, "bits per byte: counted somehow", "Invented CPU", "torch 2.13.0"):
         assert part in page.text
     assert "headloom compare --steps 120" in page.text
@@ -83,43 +104,112 @@ def test_contents(written):
     assert "mean loss of 2 steps" in page.text  # 120 steps in at most 80 points
 
 
-def test_the_table_holds_the_results(written):
-    page = Page(read(written))
+def row_of(page, label, times=1):
+    """The cells after the `times`-th one that holds just the label."""
     cells = [cell.replace("\u00a0", " ") for cell in page.cells]
-    start = cells.index("iha")
-    row = cells[start : start + 8]
-    assert row[:6] == ["iha", "pseudo_heads=2", "853,122 (+0.02%)", "3.704 M", "4,096", "150 ms (3.00 x)"]
+    place = -1
+    for _ in range(times):
+        place = cells.index(label, place + 1)
+    return cells[place : place + 12]
+
+
+def test_the_tables_hold_the_results(written):
+    page = Page(read(written))
     results = json.loads((written / "results.json").read_text())
     mean = results["variants"][2]["bits_per_byte"]["mean"]
-    assert row[6] == f"{mean:.4f} ± 0.0040"
-    assert row[7] == f"{mean - 2.4:+.4f} ± 0.0080, worse"
-    assert "reference" in cells
+    assert row_of(page, "iha")[:7] == [
+        "iha",
+        f"{mean:.4f} ± 0.0040",
+        f"{mean - 2.4:+.4f}",
+        "worse",
+        f"{mean - 2.408:+.4f} to {mean - 2.392:+.4f}",
+        "0.03",
+        "pseudo_heads=2",
+    ]
+    assert row_of(page, "iha", 2)[:5] == ["iha", "853,122 (+0.02%)", "3.704 M", "4.096 k", "150 ms (3.00 x)"]
+    assert "95 % interval (bootstrap)" not in page.cells  # no variant has one
+
+
+def test_the_tables_of_a_whole_study(whole):
+    page = Page(read(whole))
+    found = json.loads((whole / "results.json").read_text())["variants"][2]
+    mean, low = found["bits_per_byte"]["mean"], found["difference"]["bootstrap_low"]
+    row = row_of(page, "iha:pseudo_heads=2")
+    assert row[1] == f"{mean:.4f} ± 0.0040, 2 of 3 seeds"
+    assert row[5].startswith(f"{low:+.4f} to ")
+    assert row[6:8] == ["0.03", "+2.5"]
+    assert "options" not in page.cells  # the label says them
+    cost = row_of(page, "iha:pseudo_heads=2", 2)
+    assert cost[2:6] == ["4 x 128 x 8", "3.704 M", "160 G / 192 G", "4.096 k / 116.5 k"]
+    assert cost[7:10] == ["100 / 51.2 k", "15 s", "0.003"]
+    assert "0.01 (edge)" in page.cells
+
+
+def test_failed_runs_are_listed_with_their_reasons(whole):
+    page = Page(read(whole))
+    assert "1 of 36 runs failed" in page.text
+    place = page.cells.index("seed 1, rate 0.003")
+    assert page.cells[place - 1] == "iha:pseudo_heads=2"
+    reason = page.cells[place + 1]
+    assert reason.startswith("<img src=x onerror=alert(3)>xxx")
+    assert reason.endswith("(the whole is in runs/v2-lr0.003-seed1/failure.json)")
+    assert len(reason) < 500
+
+
+def test_what_was_measured_on_what(whole):
+    text = Page(read(whole)).text
+    for part in (
+        "Headloom study: equal_time",
+        "at equal parameters (within 0.5 %) and equal time",
+        "equal time within 2.0 % by steps",
+        "50,000 selection tokens",
+        "e" * 64,
+        "mha 50 ms (49 ms to 60 ms)",
+        "at the grid's edge",
+        "the best rate, 0.01, is the grid's largest",
+    ):
+        assert part in text, part
 
 
 def test_the_drawings_hold_what_the_runs_recorded(written):
-    page = Page(read(written))
-    specs = json.loads(page.scripts[0])
-    assert list(specs) == list(FIGURES)
+    panels, datasets = drawings(Page(read(written)))
+    assert list(panels) == list(FIGURES)
     results = json.loads((written / "results.json").read_text())
-    marks = specs["quality-time"]["layer"][0]["data"]["values"]
-    drawn = {(mark["variant"], mark["seed"]): (mark["seconds"], mark["bits"]) for mark in marks}
+    drawn = {(mark["variant"], mark["seed"]): (mark["time"], mark["bits"]) for mark in datasets["quality-runs"]}
     assert drawn == {
         (run["variant"], run["seed"]): (run["train_seconds"], run["bits_per_byte"]) for run in results["runs"]
     }
 
 
-def test_nothing_is_fetched(written, hostile):
-    for folder in (written, hostile):
+def test_the_data_lie_beside_the_page(whole):
+    results = json.loads((whole / "results.json").read_text())
+    with open(whole / "figures" / "quality.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    bits = {(row["variant"], int(row["seed"])): float(row["bits"]) for row in rows}
+    done = [run for run in results["runs"] if run["chosen"] and run["status"] == "finished"]
+    assert bits == {(run["variant"], run["seed"]): run["bits_per_byte"] for run in done}
+    assert len(bits) == 11
+    for name in ("difference", "loss", "learning-rates", "mixes"):
+        assert (whole / "figures" / f"{name}.csv").read_text().count("\n") > 3
+    links = {attrs["href"] for tag, attrs in Page(read(whole)).elements if tag == "a"}
+    assert len(links) == 2 * len(ALL) + 5
+    assert all((whole / link).is_file() for link in links)
+
+
+def test_nothing_is_fetched(written, whole):
+    for folder in (written, whole):
         page = Page(read(folder))
         for tag, attrs in page.elements:
+            if tag == "a":  # the files beside the page, followed by a reader's click alone
+                assert re.fullmatch(r"figures/[a-z0-9-]+\.(svg|png|csv)", attrs["href"])
+                continue
             for name in ("src", "href", "action", "data", "srcset", "poster", "background"):
                 assert (attrs.get(name) or "data:").startswith("data:"), (tag, name, attrs[name])
         assert not [tag for tag, _ in page.elements if tag in ("link", "iframe", "object", "embed", "base", "form")]
         style = read(folder).split("<style>")[1].split("</style>")[0]
         assert "url(" not in style
         assert "@import" not in style
-        specs = json.loads(page.scripts[0])
-        assert '"url"' not in json.dumps(specs)
+        assert '"url"' not in page.scripts[0]
 
 
 def test_the_policy_admits_exactly_the_scripts_of_the_page(written):
@@ -133,14 +223,33 @@ def test_the_policy_admits_exactly_the_scripts_of_the_page(written):
     assert len(page.scripts) == 3
 
 
-def test_one_bundle_and_below_three_megabytes(written):
-    text = read(written)
+def test_one_bundle_and_below_three_megabytes(tmp_path, make_study, monkeypatch):
+    """Forty runs, mixes of thirty layers from ten variants, and stills that are large: the page holds what fits."""
+    monkeypatch.setattr("headloom.report.stills.svg", lambda spec: "<svg>" + " " * 200_000)
+    monkeypatch.setattr("headloom.report.stills.png", lambda drawn: b"")
+    labels = [f"iha:pseudo_heads={place}" for place in range(10)]
+    make_study(tmp_path, labels, seeds=range(4), steps=400, rates=(1e-3, 3e-3), mixes=labels, layers=30)
+    results = json.loads((tmp_path / "results.json").read_text())
+    results["runs"] = [run for run in results["runs"] if run["chosen"]]
+    assert len(results["runs"]) == 40
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    text = read(write_report(tmp_path).parent)
     assert len(text.encode()) < 3_000_000
     assert text.count("window.vegaEmbed=") == 1
+    page = Page(text)
+    panels, datasets = drawings(page)
+    points = [row for row in datasets["loss-seeds"] if row["variant"] == labels[0] and row["seed"] == 0]
+    assert len(points) == 80
+    assert points[-1]["step"] == 400  # thinned, and the last step is kept
+    assert len([name for name in panels if name.startswith("mixes-")]) == 8
+    assert "24 of 120 maps are drawn (layers 0, 6, 12, 17, 23, 29); all are in runs/" in page.text
+    assert "iha:pseudo_heads=9: not drawn" in page.text
+    assert text.count('<img class="still"') == 3
+    assert "See figures/mixes-8.png." in text
 
 
-def test_hostile_names_are_inert(hostile):
-    text = read(hostile)
+def test_hostile_names_are_inert(whole):
+    text = read(whole)
     page = Page(text)
     assert len(page.scripts) == 3  # figures, library, our own
     assert [tag for tag, attrs in page.elements if tag == "img" and not attrs["src"].startswith("data:")] == []
@@ -148,21 +257,21 @@ def test_hostile_names_are_inert(hostile):
     assert HOSTILE in page.text
     assert "<img src=x onerror=alert(3)>" in page.text
     assert "<script>alert" not in text
-    labels = {row["variant"] for row in json.loads(page.scripts[0])["loss-steps"]["layer"][0]["data"]["values"]}
-    assert HOSTILE in labels
-    for name in FIGURES:
-        assert "<script" not in (hostile / "figures" / f"{name}.svg").read_text()
+    _, datasets = drawings(page)
+    assert HOSTILE in {row["variant"] for row in datasets["loss-seeds"]}
+    for name in ALL:
+        assert "<script" not in (whole / "figures" / f"{name}.svg").read_text()
 
 
-def test_figures_are_saved(written):
-    for name in FIGURES:
-        assert (written / "figures" / f"{name}.svg").read_text().startswith("<svg")
-        assert (written / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+def test_figures_are_saved(whole):
+    for name in ALL:
+        assert (whole / "figures" / f"{name}.svg").read_text().startswith("<svg")
+        assert (whole / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_light_and_dark_and_narrow(written):
     text = read(written)
-    assert "@media (prefers-color-scheme: dark)" in text
+    assert "@media screen and (prefers-color-scheme: dark)" in text
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
     for tag, attrs in Page(text).elements:
         if tag == "div" and attrs.get("aria-label") == "Results of every variant":
@@ -221,17 +330,74 @@ def test_the_report_never_imports_torch(tmp_path, make_study):
     assert (tmp_path / "report.html").exists()
 
 
-@pytest.mark.browser
-def test_a_browser_draws_every_figure_without_a_complaint(written, tmp_path):
+@pytest.fixture
+def browse(tmp_path):
+    """A function: a page -> (its elements once drawn, what the browser had to say)."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         assert "CI" not in os.environ, "CI has to install a browser: .ci/run"
         pytest.skip("no chromium here: the drawn page is checked where there is one")
-    done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-         f"--user-data-dir={tmp_path}", "--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom",
-         (written / "report.html").as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert [tag for tag, _ in Page(done.stdout).elements].count("svg") == len(FIGURES)
-    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    def look(page, *options):
+        done = subprocess.run(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+             f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--enable-logging=stderr", *options,
+             "--dump-dom", page.as_uri()],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        return Page(done.stdout), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return look
+
+
+@pytest.mark.browser
+def test_a_browser_draws_every_figure_without_a_complaint(written, browse):
+    page, said = browse(written / "report.html")
+    assert [tag for tag, _ in page.elements].count("svg") == len(FIGURES)
+    assert said == []
+
+
+@pytest.mark.browser
+def test_a_browser_draws_a_whole_study_and_no_hostile_name_runs(whole, browse, tmp_path):
+    """In the dark and on a telephone's width; every alert() would have stopped or changed the page."""
+    page, said = browse(whole / "report.html", "--blink-settings=preferredColorScheme=0", "--window-size=500,900")
+    drawn = [tag for tag, attrs in page.elements if tag == "svg" and attrs.get("class") == "marks"]
+    canvases = [attrs for tag, attrs in page.elements if tag == "canvas"]
+    assert len(drawn) == len(ALL) - 1
+    assert len(canvases) == 1
+    assert int(canvases[0]["width"]) > 300
+    assert len(page.scripts) == 3
+    assert not [attrs for tag, attrs in page.elements if tag == "img" and not attrs["src"].startswith("data:")]
+    assert said == []
+
+
+PHONE = """<body><iframe id="f" style="width:390px;height:800px"></iframe><p id="said"></p><script>
+const frame = document.getElementById("f");
+frame.onload = () => setTimeout(() => {
+  const page = frame.contentDocument, seen = {};
+  const shown = () => [...page.querySelectorAll(".tabs:has(#tab-loss-steps) > .panel")]
+    .filter((panel) => frame.contentWindow.getComputedStyle(panel).visibility === "visible")
+    .map((panel) => panel.querySelector(".figure").id);
+  for (const name of ["loss-steps", "loss-tokens", "loss-flops", "loss-seconds"]) {
+    page.querySelector(`label[for=tab-${name}]`).click();
+    seen[name] = shown();
+  }
+  const root = page.documentElement;
+  seen.width = [root.scrollWidth, root.clientWidth];
+  seen.drawn = Math.min(...[...page.querySelectorAll("svg.marks, canvas")].map((e) => e.getBoundingClientRect().width));
+  document.getElementById("said").textContent = JSON.stringify(seen);
+}, 9000);
+frame.src = "PAGE";
+</script>"""
+
+
+@pytest.mark.browser
+def test_a_telephone_switches_the_axis_and_scrolls_down_only(whole, browse, tmp_path):
+    (tmp_path / "phone.html").write_text(PHONE.replace("PAGE", (whole / "report.html").as_uri()))
+    page, said = browse(tmp_path / "phone.html", "--allow-file-access-from-files")
+    assert said == []
+    seen = json.loads(page.text.strip())
+    for name in ("loss-steps", "loss-tokens", "loss-flops", "loss-seconds"):
+        assert seen[name] == [f"figure-{name}"]
+    assert seen["width"][0] <= seen["width"][1] <= 390
+    assert seen["drawn"] > 250

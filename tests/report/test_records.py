@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from headloom.report.figures import all_figures
-from headloom.report.records import Point, mean_curve, read_curve, read_study, smooth, stretch_width
+from headloom.report.curves import Point, mean_curve, read_curve, smooth, stretch_width
+from headloom.report.figures import all_sections
+from headloom.report.records import read_study
 from headloom.report.tables import rows, seconds, short
 
 
@@ -40,9 +41,9 @@ def test_only_whole_finite_training_lines_are_read(tmp_path):
 
 
 def test_every_variant_keeps_its_colour_in_every_figure(study_folder):
-    specs = all_figures(read_study(study_folder))
+    panels = [panel for section in all_sections(read_study(study_folder)) for panel in section.panels]
     scales = set()
-    for spec in specs.values():
+    for spec in (panel.spec for panel in panels):
         for layer in spec["layer"]:
             if "color" in layer["encoding"]:
                 scale = layer["encoding"]["color"]["scale"]
