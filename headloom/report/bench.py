@@ -98,7 +98,7 @@ def figure(kind: str, rows: Sequence[Row]) -> Any:
     """Against the tokens, one panel for each mode and batch size; steps as bars of their ratio, a panel each size."""
     import altair as alt
 
-    from headloom.report.figures import PALETTE
+    from headloom.report.style import PALETTE
 
     labels = list(dict.fromkeys(map(_label, rows)))
     colour = alt.Color(

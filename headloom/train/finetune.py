@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,9 +50,9 @@ class Progress(Protocol):
 
     def stage(self, text: str) -> None: ...
     def start(self, runs: int, steps: int, done: int) -> None: ...
-    def run(self, label: str, seed: int, number: int) -> None: ...
-    def step(self, step: int, loss: float) -> None: ...
-    def ran(self, summary: str) -> None: ...
+    def run(self, name: str, number: int) -> None: ...
+    def step(self, number: int, step: int, loss: float) -> None: ...
+    def ran(self, number: int, summary: str) -> None: ...
 
 
 def finetune(
@@ -99,10 +100,11 @@ def finetune(
         if key in done:
             continue
         if progress:
-            progress.run(*key, number)
-        result = _train(config, data, tokenizer, out, asked, save_models, progress)
+            progress.run("{} seed {}".format(*key), number)
+        told = partial(progress.step, number) if progress else None
+        result = _train(config, data, tokenizer, out, asked, save_models, told)
         if progress:
-            progress.ran(f"{result.bits_per_byte:.4f} bits per byte after {result.train_seconds:.0f} s")
+            progress.ran(number, f"{result.bits_per_byte:.4f} bits per byte after {result.train_seconds:.0f} s")
         _result(out, configs, data)
     return _result(out, configs, data)
 
@@ -114,7 +116,7 @@ def _train(
     out: Path,
     asked: dict[str, Any],
     save_model: bool,
-    progress: Progress | None,
+    told: Callable[[int, float], None] | None,
 ) -> RunResult:
     before = out / config.name / BEFORE
 
@@ -135,8 +137,8 @@ def _train(
         return model
 
     def step(step: int, steps: int, loss: float) -> None:
-        if progress:
-            progress.step(step, loss)
+        if told:
+            told(step, loss)
 
     folder = _folder(out, config.name, config.seed)
     return train(config, data, tokenizer, folder, step, save_model=save_model, groups=_groups(config), make_model=make)

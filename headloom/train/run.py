@@ -25,7 +25,7 @@ from headloom.train import checkpoints, records, tracking
 from headloom.train.config import Recipe, RunConfig
 from headloom.train.records import Metrics, RunResult, write_json
 from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
-from headloom.train.weights import checksum, mix_names, save_mixes
+from headloom.train.weights import checksum, mixing_weights, save_mixes
 
 R = TypeVar("R", bound=Recipe)
 
@@ -184,7 +184,7 @@ def train(
         if writes:
             if save_model:
                 _save(trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False), tokenizer, folder / "model")
-            save_mixes(folder / records.MIXES, mix_names(model), weights)
+            save_mixes(folder / records.MIXES, mixing_weights(model), weights)
             write_json(folder / records.RESULT, result.to_dict())
             checkpoints.remove_all(folder)
         return result

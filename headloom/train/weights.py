@@ -28,7 +28,7 @@ def checksum(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def mix_names(model: nn.Module) -> list[str]:
+def mixing_weights(model: nn.Module) -> list[str]:
     """Names of the weights that mix heads."""
     return [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Mix)]
 
