@@ -72,8 +72,9 @@ def write_card(model: Any, folder: str | Path) -> None:
     """README.md of a model folder, with the hub's metadata: library, tags, the base model. Never over another one."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    path = Path(folder) / "README.md"
-    if path.exists():
+    folder = Path(folder).resolve()
+    path = folder / "README.md"
+    if path.exists() or not folder.is_dir():
         return
     layers = model.config.headloom["layers"]
     names = [spec["mechanism"] for spec in layers if spec is not None]
@@ -87,7 +88,7 @@ def write_card(model: Any, folder: str | Path) -> None:
         pipeline_tag="text-generation" if model.can_generate() else None,
     )
     text = _CARD.format(
-        title=path.parent.name,
+        title=folder.name,
         family=model.family.name,
         layers=counted,
         base=f" It was made from `{base}`." if hub else "",

@@ -97,16 +97,16 @@ def test_offloaded_weights_are_brought(mixed, ids, tmp_path, spec):
     assert all(p.is_meta for p in attention.parameters())
 
 
-def cut(path, other):
+def cut(path):
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size - 50)
 
 
 DAMAGE = {
     "cut off": (cut, "is cut off or is not a safetensors file .*incomplete"),
-    "empty": (lambda path, other: path.write_bytes(b""), "is cut off or is not a safetensors file"),
-    "text": (lambda path, other: path.write_text("not found\n" * 99), "is cut off or is not a safetensors file"),
-    "gone": (lambda path, other: path.unlink(), "is missing"),
+    "empty": (lambda path: path.write_bytes(b""), "is cut off or is not a safetensors file"),
+    "text": (lambda path: path.write_text("not found\n" * 99), "is cut off or is not a safetensors file"),
+    "gone": (lambda path: path.unlink(), "is missing"),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_damaged_shard_is_named(graft, tmp_path, damage):
     graft().save_pretrained(tmp_path, max_shard_size=SHARDS)
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     harm, message = DAMAGE[damage]
-    harm(shard, None)
+    harm(shard)
     with pytest.raises(HeadloomError, match=f"{shard.name} {message}.*again"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
