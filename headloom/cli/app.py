@@ -1,5 +1,4 @@
-"""The command line: `headloom compare`, `list`, `cost`, `graft`, `fold`, `generate`,
-`finetune`.
+"""The command line: `headloom compare`, `list`, `cost`, `graft`, `fold`, `generate`, `finetune`.
 
 Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
 """
