@@ -93,8 +93,7 @@ def make_attention(family: Family, config: Any, index: int, spec: dict[str, Any]
                 f"layer {index}: {spec['mechanism']} cannot stand on {family.name}'s attention: {problem}"
             ) from None
         attention = cls(made, index)
-        if made.qk_norm == layout.norm and hasattr(attention, "q_norm"):
-            attention.q_norm, attention.k_norm = old.q_norm, old.k_norm
+        layout.give_norms(attention, old)
     if config.headloom.get("rotary", FAMILY_ROTARY) == FAMILY_ROTARY and attention.rotary is not None:
         attention.rotary = family.rotary(attention.rotary.theta, attention.rotary.dim, attention.rotary.scaling)
     return attention

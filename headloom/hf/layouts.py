@@ -87,6 +87,14 @@ class Layout(GroupedBase, abc.ABC):
         for name in self.names:
             attn.add_module(name, self.source.get_submodule(name))
 
+    def give_norms(self, attn: Any, source: Any) -> None:
+        """To an attention with projections of its own the norms of `source`, where it has such ones."""
+        if self.norm is None or attn.config.qk_norm != self.norm or type(attn.base) is not GroupedBase:
+            return
+        for name in ("q_norm", "k_norm"):
+            if getattr(attn, name).weight.shape == getattr(source, name).weight.shape:
+                setattr(attn, name, getattr(source, name))
+
     def build_output(self, attn: Any) -> None:
         """Nothing: `build` took it."""
 
@@ -126,60 +134,53 @@ class Layout(GroupedBase, abc.ABC):
         attn: a grafted attention, or the family's own with the number of its key/value `heads`.
         """
         heads = attn.config.num_kv_heads if heads is None else heads
-        assert heads is not None
         found: Weights = {}
-        for name in "qkv":
-            path, part = self.parts(name)
+        for name in "qkv" if self.out is None else "qkvo":
+            path, part = self._place(name)
             weight, bias = self._plain(getattr(attn, path))
-            found[name] = (self.cut(weight, heads)[part], None if bias is None else self.cut(bias, heads)[part])
-        if self.out is not None:
-            found["o"] = self._plain(getattr(attn, self.out))
+            rows = self._cut(name, weight, heads)[part]
+            found[name] = rows, None if bias is None else self._cut(name, bias, heads)[part]
         return found
 
     @torch.no_grad()
     def write(self, attn: Any, name: str, weight: Tensor, bias: Tensor | None = None, heads: int | None = None) -> None:
-        """Put a plain weight (and bias) of "q", "k", "v" or "o" where the family keeps it.
+        """Put a plain weight (and bias) of "q", "k", "v" or "o" where the family keeps it; `attn` as in `weights`.
 
-        attn and `heads` as for `weights`. A bias None is written as zeros where the family has one. Raises
-        HeadloomError for a bias or a size that the family has no place for; a Linear of its own takes another number
-        of rows or columns.
+        A bias None is written as zeros where the family has one. A Linear of its own takes another number of rows or
+        columns. Raises HeadloomError for a bias or a size that the family has no place for.
         """
-        if name == "o" and self.out is None:
-            raise HeadloomError("the output projection stands outside this family's attention")
-        path, part = (self.out, 0) if name == "o" else self.parts(name)
-        module: Any = getattr(attn, str(path))
         heads = attn.config.num_kv_heads if heads is None else heads
-        assert heads is not None
-        whole, whole_bias = self._plain(module)
-        if bias is not None and whole_bias is None:
+        path, part = self._place(name)
+        module: Any = getattr(attn, path)
+        if bias is not None and module.bias is None:
             raise HeadloomError(f"{path} has no bias to hold the one of {name}")
-        pieces = (whole,) if name == "o" else self.cut(whole, heads)
-        if len(pieces) == 1 and weight.shape != whole.shape and not self.conv1d:
-            rows, columns = weight.shape
-            fresh = nn.Linear(columns, rows, bias=module.bias is not None, device=whole.device, dtype=whole.dtype)
-            fresh.weight.requires_grad_(module.weight.requires_grad)
-            setattr(attn, str(path), fresh)
-            whole, whole_bias = self._plain(fresh)
-            pieces = (whole,)
-        if pieces[part].shape != weight.shape:
-            raise HeadloomError(
-                f"{name} {tuple(weight.shape)} does not fit into {path}, which holds {tuple(pieces[part].shape)}"
-            )
-        whole.copy_(self._replaced(whole, part, weight, heads, name))
-        if whole_bias is not None:
-            bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
-            whole_bias.copy_(self._replaced(whole_bias, part, bias, heads, name))
+        pieces = self._cut(name, self._plain(module)[0], heads)
+        if weight.shape != pieces[part].shape:
+            if len(pieces) > 1 or self.conv1d:
+                came, holds = tuple(weight.shape), tuple(pieces[part].shape)
+                raise HeadloomError(f"{name} {came} does not fit into {path}, which holds {holds}")
+            module = _of_size(module, *weight.shape)
+            setattr(attn, path, module)
+        if bias is None:
+            bias = weight.new_zeros(weight.shape[0])
+        for whole, rows in zip(self._plain(module), (weight, bias), strict=True):
+            if whole is not None:
+                parts = list(self._cut(name, whole, heads))
+                parts[part] = rows.to(whole)
+                whole.copy_(parts[0] if name == "o" else self.join(tuple(parts), heads))
 
-    def _replaced(self, whole: Tensor, part: int, rows: Tensor, heads: int, name: str) -> Tensor:
-        if name == "o":
-            return rows
-        pieces = list(self.cut(whole, heads))
-        pieces[part] = rows.to(whole)
-        return self.join(tuple(pieces), heads)
+    def _place(self, name: str) -> tuple[str, int]:
+        if name != "o":
+            return self.parts(name)
+        if self.out is None:
+            raise HeadloomError("the output projection stands outside this family's attention")
+        return self.out, 0
+
+    def _cut(self, name: str, rows: Tensor, heads: int) -> tuple[Tensor, ...]:
+        return (rows,) if name == "o" else self.cut(rows, heads)
 
     def _plain(self, module: Any) -> tuple[Tensor, Tensor | None]:
-        weight = module.weight.detach()
-        bias = getattr(module, "bias", None)
+        weight, bias = module.weight.detach(), module.bias
         return weight.T if self.conv1d else weight, None if bias is None else bias.detach()
 
     def plain_kind(self) -> type[nn.Module]:
@@ -189,6 +190,13 @@ class Layout(GroupedBase, abc.ABC):
         from transformers.pytorch_utils import Conv1D
 
         return Conv1D
+
+
+def _of_size(linear: Any, rows: int, columns: int) -> nn.Linear:
+    """A Linear of another size, in the type, on the device and with the switches of `linear`."""
+    weight = linear.weight
+    made = nn.Linear(columns, rows, bias=linear.bias is not None, device=weight.device, dtype=weight.dtype)
+    return made.requires_grad_(weight.requires_grad).train(linear.training)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,18 @@ class FamilyRotary(Rotary):
     #: what is turned is rounded to float32 first, float64 too
     single: ClassVar[bool] = False
 
+    _scaled: tuple[Tensor, float] | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self._is_scaled and not self.length_dependent:
+            with torch.device("cpu"):  # once: a model may be built on meta, and a compiler cannot look inside
+                object.__setattr__(self, "_scaled", provide(self.scaling or {}, self.theta, self.dim))
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.scaling is not None and self.scaling["rope_type"] != "default"
+
     def tables(
         self, positions: Tensor, dtype: torch.dtype, *, length: int | None = None, factor: bool = True
     ) -> tuple[Tensor, Tensor]:
@@ -117,7 +129,7 @@ class FamilyRotary(Rotary):
         return cos.to(last), sin.to(last)
 
     def _family_frequencies(self, length: int | None) -> tuple[Tensor, float]:
-        if self.scaling is not None and self.scaling["rope_type"] != "default":
-            return provide(self.scaling, self.theta, self.dim, length)
+        if self._is_scaled:
+            return self._scaled or provide(self.scaling or {}, self.theta, self.dim, length)
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float) / self.dim
         return 1.0 / (self.theta**exponents), 1.0

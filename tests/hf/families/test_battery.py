@@ -5,6 +5,7 @@ import torch
 from safetensors import safe_open
 from transformers.models.auto import modeling_auto
 
+from headloom.core.errors import HeadloomError
 from headloom.hf import graft
 
 SPECS = {
@@ -119,9 +120,10 @@ def test_the_modules_stay_the_same(base, family):
     assert config is not model.config and type(config) is family.config_class()
 
 
-def test_hidden_states(base, batch):
+@pytest.mark.parametrize("head", [None, "AutoModel"])
+def test_hidden_states(base, batch, head):
     x, mask = batch
-    model, other = base(dtype=torch.float32).requires_grad_(False), base(dtype=torch.float32).requires_grad_(False)
+    model, other = (base(head, dtype=torch.float32).requires_grad_(False) for _ in range(2))
     before = model(x, attention_mask=mask, output_hidden_states=True).hidden_states
     for grafted in (model, other):  # with the hooks installed before the graft, and after it
         graft(grafted, IHA[0], **IHA[1])
@@ -254,14 +256,26 @@ def test_layouts_read_and_write(base, family):
         return found
 
     before = check()
-    output = family.output_of(family.layers(model)[1])
-    assert output.weight.shape[0] == 24
+    native = family.attention_of(family.layers(base())[1])  # the family's own attention is read alike
+    for letter, (weight, _) in layout.weights(native, heads=G).items():
+        assert torch.equal(weight, before[letter][0])
     for letter, (weight, bias) in before.items():
         changed = torch.randn(weight.shape, dtype=torch.float64)
         layout.write(attention, letter, changed, None if bias is None else changed[:, 0])
         after = check()
         assert torch.equal(after[letter][0], changed)
         assert bias is None or torch.equal(after[letter][1], changed[:, 0])
-    if bias is not None:
-        layout.write(attention, "q", before["q"][0])
-        assert not check()["q"][1].any() if before["q"][1] is not None else True
+        layout.write(attention, letter, changed)
+        assert bias is None or not check()[letter][1].any()
+        if bias is None:
+            with pytest.raises(HeadloomError, match="has no bias to hold"):
+                layout.write(attention, letter, changed, changed[:, 0])
+    wider = torch.randn(4 * before["k"][0].shape[0], 24, dtype=torch.float64)
+    if len(layout.inputs) == 3:
+        layout.write(attention, "k", wider)
+        assert torch.equal(layout.weights(attention)["k"][0], wider)
+    else:
+        with pytest.raises(HeadloomError, match=r"k \(96, 24\) does not fit into .*, which holds \(24, 24\)"):
+            layout.write(attention, "k", wider)
+    output = family.output_of(family.layers(model)[1])
+    assert output is (getattr(attention, layout.out) if layout.out else family.layers(model)[1].attention.output.dense)

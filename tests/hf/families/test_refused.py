@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from headloom.core.errors import HeadloomError
-from headloom.hf import graft
+from headloom.hf import build_model, graft
 
 
 class Wrapped(nn.Module):
@@ -124,7 +124,20 @@ def test_projections_that_a_family_lacks(base, name, family):
         if family.layout.ours:
             report = graft(model, **arguments, allow_change=True)
             assert report.exact == (arguments["name"] == "sas")
-            assert model.grafted()[0].o_proj.weight.dtype == torch.float64
+            attention = model.grafted()[0]
+            assert attention.o_proj.weight.dtype == torch.float64
+            if family.layout.norm is not None:  # the family's norm, not one of ours
+                assert "RMSNorm" in type(attention.q_norm).__name__ and type(attention.q_norm) is not nn.RMSNorm
         else:
             with pytest.raises(HeadloomError, match=f"layer 0: .* cannot stand on {name}'s attention: .*({problem})"):
                 graft(model, **arguments, allow_change=True)
+
+
+@pytest.mark.parametrize(
+    "spec", [("mla", {"q_rank": 5}), ("mfa", {"qk_norm": "head"}), ("diff2", {"qk_norm": "width"})]
+)
+def test_mechanisms_with_norms_of_their_own(spec):
+    sizes = {"hidden_size": 24, "num_layers": 2, "num_heads": 4, "intermediate_size": 29}
+    model = build_model(spec, vocab_size=37, max_positions=32, **sizes)
+    assert type(model.grafted()[0].q_norm) is nn.RMSNorm
+    assert model(torch.randint(37, (1, 5))).logits.isfinite().all()
