@@ -134,7 +134,7 @@ def show(found: dict[str, Any], out: Path) -> None:
 
     from headloom.lab.statistics import paired_difference, spread
 
-    to = console()
+    screen = console()
     table = Table(pad_edge=False)
     for place, name in enumerate(("model", "parameters", "before", "after", "change", "s / step", "training s")):
         table.add_column(name, justify="left" if place == 0 else "right")
@@ -151,11 +151,11 @@ def show(found: dict[str, Any], out: Path) -> None:
             f"{spread([run['step_time_seconds'] for run in runs]).mean:.2f}",
             f"{sum(run['train_seconds'] for run in runs):.0f}",
         )
-    to.print(table)
-    to.print(next(iter(found["arms"].values()))["before"]["text"], markup=False, soft_wrap=True)
+    screen.print(table)
+    screen.print(next(iter(found["arms"].values()))["before"]["text"], markup=False, soft_wrap=True)
     for arm in found["arms"].values():
         if arm["before"]["graft"]:
-            to.print(arm["before"]["graft"], markup=False, soft_wrap=True)
+            screen.print(arm["before"]["graft"], markup=False, soft_wrap=True)
     if set(found["arms"]) == {GRAFTED, UNGRAFTED}:
         by_seed = {
             name: {run["seed"]: run["bits_per_byte"] for run in arm["runs"]} for name, arm in found["arms"].items()
@@ -166,5 +166,7 @@ def show(found: dict[str, Any], out: Path) -> None:
             if paired.half_width is None
             else f"95 % interval {paired.low:+.4f} to {paired.high:+.4f}, {paired.n} seeds"
         )
-        to.print(f"grafted minus ungrafted: {paired.mean:+.4f} bits per byte ({noise})", markup=False, soft_wrap=True)
-    to.print(f"Models and result.json: {out}", markup=False, soft_wrap=True)
+        screen.print(
+            f"grafted minus ungrafted: {paired.mean:+.4f} bits per byte ({noise})", markup=False, soft_wrap=True
+        )
+    screen.print(f"Models and result.json: {out}", markup=False, soft_wrap=True)

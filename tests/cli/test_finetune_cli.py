@@ -195,6 +195,15 @@ def test_wrong_calls_leave_nothing_behind(tune, llama_folder, tmp_path):
     assert [entry.name for entry in out.iterdir()] == ["mine.txt"]
 
 
+def test_another_tokenizer_is_refused(tune, llama_folder, plain_llama, text_file, tmp_path):
+    plain_llama(vocab_size=300).save_pretrained(tmp_path / "other")
+    make_tokenizer("bpe:300", [text_file.read_text()]).save_pretrained(tmp_path / "other")
+    assert tune(tmp_path / "out", "--only-grafted", *IHA, "--steps", "1").exit_code == 0
+    graft = tmp_path / "out" / "grafted" / "seed-0" / "model"
+    done = tune(tmp_path / "two", "--original", tmp_path / "other", model=graft)
+    assert done.exit_code == 2 and "has another tokenizer than" in done.stderr
+
+
 def test_another_vocabulary_is_refused(tune, plain_llama, tmp_path):
     specials = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
     plain_llama(vocab_size=200, **specials).save_pretrained(tmp_path / "small")
