@@ -102,7 +102,7 @@ class Attention(nn.Module):
         self.build_heads()
         #: the children that simulate heads, beside the base's
         self.simulating = tuple(name for name in self._modules if name not in before)
-        if base is None and not next(self.parameters()).is_meta:
+        if base is None and not next(chain(self.parameters(), self.buffers())).is_meta:
             self.reset_parameters()
 
     # What a mechanism may override ------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ interaction "paired" is the other published reading: H*P independent heads, pseu
 collapse "mean", phase "token", order without meaning.
 
 Extra parameters H P (H + 2 G), and H^2 P for collapse full (H P for head). The attention core costs P^2 times mha's
-(paired: P times). Cache per token: the base's, mixed on reading (ours), or "expanded": P H (K + V). The base's is
+(paired: P times). Cache per token: the base's, mixed on reading (ours; a few queries
+meet it unmixed), or "expanded": P H (K + V). The base's is
 G (K + V); over mla C + K_r, the shared rotary key mixed as every head's and turned by p in its K_r features alone; over
 tpa (k_rank + v_rank) of H + K, the A factors being what is mixed.
 

@@ -21,7 +21,10 @@ from headloom.core.errors import HeadloomError
 
 
 def plain_form(attention: Attention) -> Callable[[Any, Tensor], Tensor]:
-    """The straightforward form of a mechanism, or of grouped-query attention for one that is only that."""
+    """The straightforward form of a mechanism: call it with the attention and its input.
+
+    Raises: HeadloomError: there is none.
+    """
     form = getattr(sys.modules[__name__], attention.name, None)
     if form is None:
         raise HeadloomError(f"{attention.name} has no straightforward form to measure against")

@@ -134,7 +134,7 @@ class Graft:
             kwargs["documents"] = found
         if not self.family.passes_positions and kwargs.get("position_ids") is not None:
             kwargs["places"] = kwargs["position_ids"]  # under a name that goes down to the layers
-        if kwargs.get("position_ids") is None and past == 0:
+        if kwargs.get("position_ids") is None and cache is None:
             kwargs["in_order"] = True  # the layers then need not look for restarts, nor a compiler allow for them
         out = super().forward(**kwargs)  # type: ignore[misc]
         if packed:
