@@ -130,7 +130,7 @@ def _summary(label: str, seed: int, m: Map) -> dict[str, Any]:
 def _grid(maps: list[Map], name: str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     top = max(float(np.abs(m.weight).max()) for m in maps) or 1.0
     top = float(f"{top:.2g}")
-    scale = alt.Scale(type="pow", exponent=0.5, domain=[-top, 0, top], range="diverging")
+    scale = alt.Scale(type="pow", exponent=0.5, domain=[-top, 0, top], range="diverging", interpolate="rgb")
     legend = alt.Legend(
         title="weight", orient="top", gradientLength=200, format="~g", values=[-top, -top / 4, 0, top / 4, top]
     )
