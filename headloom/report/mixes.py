@@ -130,8 +130,10 @@ def _summary(label: str, seed: int, m: Map) -> dict[str, Any]:
 def _grid(maps: list[Map], name: str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     top = max(float(np.abs(m.weight).max()) for m in maps) or 1.0
     top = float(f"{top:.2g}")
-    scale = alt.Scale(type="pow", exponent=0.5, domain=[-top, 0, top], range="diverging")
-    legend = alt.Legend(title="weight", orient="top", gradientLength=200, values=[-top, -top / 4, 0, top / 4, top])
+    scale = alt.Scale(type="pow", exponent=0.5, domain=[-top, 0, top], range="diverging", interpolate="rgb")
+    legend = alt.Legend(
+        title="weight", orient="top", gradientLength=200, format="~g", values=[-top, -top / 4, 0, top / 4, top]
+    )
     charts, data = [], {}
     for place, m in enumerate(maps):
         height, width = m.weight.shape
@@ -156,8 +158,16 @@ def _grid(maps: list[Map], name: str) -> tuple[dict[str, Any], dict[str, list[di
                 title=alt.Title(f"{m.name}, layer {m.layer}", anchor="start", offset=4, limit=WIDTH),
             )
         )
-    columns = max(1, min(LAYERS, len({m.layer for m in maps})))
+    columns = _columns(len({m.layer for m in maps}), len({m.name for m in maps}))
     spec = finish(alt.concat(*charts, columns=columns, spacing=18).resolve_scale(color="shared"), None)
     # page.js lays fewer maps side by side where fewer fit
     spec["usermeta"] = {"columns": columns, "step": WIDTH + 20}
     return spec, data
+
+
+def _columns(layers: int, names: int) -> int:
+    """Maps side by side: the layers of one mix, or of as many as fit and leave no row short."""
+    side_by_side = max(1, LAYERS // layers)
+    while names % side_by_side:
+        side_by_side -= 1
+    return layers * side_by_side

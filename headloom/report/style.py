@@ -13,7 +13,18 @@ from headloom.report.records import Study
 # the same hues in another lightness.
 PALETTE = ["#7f8894", "#e8871e", "#2f8fd8", "#3aa66b", "#d1495b", "#9b6fd0", "#b59a1b", "#2fb3b3", "#c45ab3"]
 PALETTE += ["#b9c0c9", "#a85a00", "#8cc4f0", "#1d7044", "#f09aa5", "#6a3fa8", "#dcc863", "#12787a", "#8a2f7b"]
-SHAPES = ["circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "wedge", "arrow", "triangle"]
+STAR = "M0,-1L.235,-.324L.951,-.309L.38,.124L.588,.809L0,.4L-.588,.809L-.38,.124L-.951,-.309L-.235,-.324Z"
+SHAPES = [
+    "circle",
+    "square",
+    "diamond",
+    "triangle-up",
+    "triangle-down",
+    "cross",
+    "triangle-left",
+    "triangle-right",
+    STAR,
+]
 HEIGHT = 300
 LABEL_LIMIT = 260
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from report.reading import HOSTILE
+
+from headloom.report.page import write_report
 
 RATES = (1e-3, 3e-3, 1e-2)
 REASON = "its loss is nan at step 17"
@@ -229,3 +232,32 @@ def study_folder(tmp_path):
 @pytest.fixture(scope="session")
 def make_study():
     return write_study
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory, make_study):
+    folder = tmp_path_factory.mktemp("study")
+    make_study(folder)
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory, make_study):
+    """A study with a grid, a failed run, and hostile text in every place where a study has text of its own."""
+    folder = tmp_path_factory.mktemp("whole")
+    labels = ("mha", HOSTILE, "iha:pseudo_heads=2", "</script><img src=x onerror=alert(2)>")
+    results = make_study(
+        folder, labels, rates=(1e-3, 3e-3, 1e-2), mixes=(HOSTILE,), failed=((labels[2], 1),), title=HOSTILE
+    )
+    for run in results["runs"]:
+        if run["status"] == "failed":
+            run["reason"] = "<img src=x onerror=alert(3)>" + "x" * 1000
+    results["warnings"] += [HOSTILE]
+    results["summary"] = HOSTILE
+    (folder / "results.json").write_text(json.dumps(results))
+    study = json.loads((folder / "study.json").read_text())
+    study["question"] = study["command"] = study["engine"] = HOSTILE
+    (folder / "study.json").write_text(json.dumps(study))
+    write_report(folder)
+    return folder

@@ -2,93 +2,15 @@ import base64
 import csv
 import hashlib
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
+from report.reading import ALL, FIGURES, HOSTILE, Page, drawings, read
 
 from headloom.core.errors import HeadloomError
 from headloom.report.page import inert_json, write_report
-
-HOSTILE = "<script>alert(1)</script>"
-FIGURES = ("difference", "quality-time", "loss-steps", "loss-tokens", "loss-seconds")
-ALL = ("difference", "quality-time", "quality-parameters", "quality-cache", "loss-steps", "loss-tokens", "loss-flops",
-       "loss-seconds", "learning-rates", "mixes-1")  # fmt: skip
-
-
-class Page(HTMLParser):
-    """The page as a browser reads it: elements, texts, and the contents of its scripts."""
-
-    def __init__(self, text):
-        super().__init__(convert_charrefs=True)
-        self.elements, self.scripts, self.cells, self.text = [], [], [], ""
-        self._open = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag not in ("wbr", "img", "meta", "input"):
-            self._open.append(tag)
-        if tag == "script":
-            self.scripts.append("")
-        if tag in ("td", "th"):
-            self.cells.append("")
-
-    def handle_endtag(self, tag):
-        while self._open and self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data):
-        if "script" in self._open:
-            self.scripts[-1] += data
-        elif "style" not in self._open:
-            self.text += data
-        if self._open and self._open[-1] in ("td", "th"):
-            self.cells[-1] += data
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory, make_study):
-    folder = tmp_path_factory.mktemp("study")
-    make_study(folder)
-    write_report(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, make_study):
-    """A study with a grid, a failed run, and hostile text in every place where a study has text of its own."""
-    folder = tmp_path_factory.mktemp("whole")
-    labels = ("mha", HOSTILE, "iha:pseudo_heads=2", "</script><img src=x onerror=alert(2)>")
-    results = make_study(
-        folder, labels, rates=(1e-3, 3e-3, 1e-2), mixes=(HOSTILE,), failed=((labels[2], 1),), title=HOSTILE
-    )
-    for run in results["runs"]:
-        if run["status"] == "failed":
-            run["reason"] = "<img src=x onerror=alert(3)>" + "x" * 1000
-    results["warnings"] += [HOSTILE]
-    results["summary"] = HOSTILE
-    (folder / "results.json").write_text(json.dumps(results))
-    study = json.loads((folder / "study.json").read_text())
-    study["question"] = study["command"] = study["engine"] = HOSTILE
-    (folder / "study.json").write_text(json.dumps(study))
-    write_report(folder)
-    return folder
-
-
-def drawings(page):
-    """What the page's script draws from: (panels by name, data sets by name)."""
-    sections = json.loads(page.scripts[0])["sections"]
-    panels = {name: spec for section in sections for name, spec in section["panels"].items()}
-    return panels, {name: rows for section in sections for name, rows in section["datasets"].items()}
-
-
-def read(folder):
-    return (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_contents(written):
@@ -328,76 +250,3 @@ def test_the_report_never_imports_torch(tmp_path, make_study):
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert (tmp_path / "report.html").exists()
-
-
-@pytest.fixture
-def browse(tmp_path):
-    """A function: a page -> (its elements once drawn, what the browser had to say)."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        assert "CI" not in os.environ, "CI has to install a browser: .ci/run"
-        pytest.skip("no chromium here: the drawn page is checked where there is one")
-
-    def look(page, *options):
-        done = subprocess.run(
-            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-             f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--enable-logging=stderr", *options,
-             "--dump-dom", page.as_uri()],
-            capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
-        return Page(done.stdout), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-    return look
-
-
-@pytest.mark.browser
-def test_a_browser_draws_every_figure_without_a_complaint(written, browse):
-    page, said = browse(written / "report.html")
-    assert [tag for tag, _ in page.elements].count("svg") == len(FIGURES)
-    assert said == []
-
-
-@pytest.mark.browser
-def test_a_browser_draws_a_whole_study_and_no_hostile_name_runs(whole, browse, tmp_path):
-    """In the dark and on a telephone's width; every alert() would have stopped or changed the page."""
-    page, said = browse(whole / "report.html", "--blink-settings=preferredColorScheme=0", "--window-size=500,900")
-    drawn = [tag for tag, attrs in page.elements if tag == "svg" and attrs.get("class") == "marks"]
-    canvases = [attrs for tag, attrs in page.elements if tag == "canvas"]
-    assert len(drawn) == len(ALL) - 1
-    assert len(canvases) == 1
-    assert int(canvases[0]["width"]) > 300
-    assert len(page.scripts) == 3
-    assert not [attrs for tag, attrs in page.elements if tag == "img" and not attrs["src"].startswith("data:")]
-    assert said == []
-
-
-PHONE = """<body><iframe id="f" style="width:390px;height:800px"></iframe><p id="said"></p><script>
-const frame = document.getElementById("f");
-frame.onload = () => setTimeout(() => {
-  const page = frame.contentDocument, seen = {};
-  const shown = () => [...page.querySelectorAll(".tabs:has(#tab-loss-steps) > .panel")]
-    .filter((panel) => frame.contentWindow.getComputedStyle(panel).visibility === "visible")
-    .map((panel) => panel.querySelector(".figure").id);
-  for (const name of ["loss-steps", "loss-tokens", "loss-flops", "loss-seconds"]) {
-    page.querySelector(`label[for=tab-${name}]`).click();
-    seen[name] = shown();
-  }
-  const root = page.documentElement;
-  seen.width = [root.scrollWidth, root.clientWidth];
-  seen.drawn = Math.min(...[...page.querySelectorAll("svg.marks, canvas")].map((e) => e.getBoundingClientRect().width));
-  document.getElementById("said").textContent = JSON.stringify(seen);
-}, 9000);
-frame.src = "PAGE";
-</script>"""
-
-
-@pytest.mark.browser
-def test_a_telephone_switches_the_axis_and_scrolls_down_only(whole, browse, tmp_path):
-    (tmp_path / "phone.html").write_text(PHONE.replace("PAGE", (whole / "report.html").as_uri()))
-    page, said = browse(tmp_path / "phone.html", "--allow-file-access-from-files")
-    assert said == []
-    seen = json.loads(page.text.strip())
-    for name in ("loss-steps", "loss-tokens", "loss-flops", "loss-seconds"):
-        assert seen[name] == [f"figure-{name}"]
-    assert seen["width"][0] <= seen["width"][1] <= 390
-    assert seen["drawn"] > 250

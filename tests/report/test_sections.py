@@ -184,6 +184,13 @@ def test_maps_are_bounded_and_the_layers_spread(layers, names, cells, drawn):
     assert len(kept) == names * len(drawn)
 
 
+@pytest.mark.parametrize(
+    ("layers", "names", "columns"), [(1, 4, 4), (2, 4, 4), (3, 4, 6), (6, 4, 6), (2, 3, 6), (4, 7, 4)]
+)
+def test_maps_of_few_layers_share_a_row(layers, names, columns):
+    assert mixes._columns(layers, names) == columns
+
+
 def test_a_mix_too_large_to_draw_is_left_to_its_file(whole_folder):
     study = read_study(whole_folder)
     for run in study.finished:
