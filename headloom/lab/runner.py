@@ -190,10 +190,15 @@ class Runner(Listener):
 
     def _is_finished(self, label: str, seed: int, rate: float) -> bool:
         """Whether a run's result is there and belongs to this very configuration."""
+        from headloom.train.checkpoints import remove_all
+
         if read_run(self.spec, self.folder, label, seed, rate)["status"] != "finished":
             return False
-        held = read_json(self.folder / folder_of(self.spec, label, seed, rate) / "config.json")
-        return held == self.plan.run(label, seed, rate).to_dict()
+        place = self.folder / folder_of(self.spec, label, seed, rate)
+        if read_json(place / "config.json") != self.plan.run(label, seed, rate).to_dict():
+            return False
+        remove_all(place)  # a kill between the result and this would have left them
+        return True
 
     # what the engine says
 
