@@ -32,7 +32,7 @@ SizeOption = Annotated[
 ]
 
 
-@app.command("run")
+@app.command()
 @ends_with_status
 def run(
     study: File,
@@ -73,7 +73,7 @@ def run(
         raise typer.Exit(RUN_FAILED)
 
 
-@app.command("status")
+@app.command()
 @ends_with_status
 def status(folder: Folder, as_json: Json = False) -> None:
     """Say how far a study is: finished, failed and waiting runs, and whether a process is at it."""
@@ -94,7 +94,7 @@ def status(folder: Folder, as_json: Json = False) -> None:
     out.print(f"to go on: {found['command']} --out {shlex.quote(str(folder))}", markup=False, soft_wrap=True)
 
 
-@app.command("report")
+@app.command()
 @ends_with_status
 def report(folder: Folder) -> None:
     """Write report.html and figures/ of a study's folder again, and print its table and sentences."""
@@ -105,7 +105,7 @@ def report(folder: Folder) -> None:
     console().print(f"The page: {page}", markup=False, soft_wrap=True)
 
 
-@app.command("diff")
+@app.command()
 @ends_with_status
 def diff(
     first: Annotated[str, typer.Argument(help="A study's folder, file or name; or FOLDER@VARIANT.")],

@@ -154,19 +154,20 @@ class Runner(Listener):
             waiting = [job for job in waiting if first or job.name not in self._tried]
             if first:
                 self._tried: set[str] = set()
-                self._announce(len(jobs), waiting)
+                self._announce(keys, waiting)
             self._tried |= {job.name for job in waiting}
             for job in waiting:
                 self._forget_failure(job)
             engine.run(waiting, self)
             again = bool(waiting) and self.spec.has_grid and self.spec.grid_seeds < len(self.spec.seeds)
 
-    def _announce(self, known: int, waiting: Sequence[Job]) -> None:
-        spec = self.spec
-        later = (len(spec.seeds) - spec.grid_seeds) * len(spec.variants)
-        total = max(known, len(spec.variants) * len(spec.learning_rates) * spec.grid_seeds + later)
-        kept = known - len(waiting)
+    def _announce(self, keys: Sequence[tuple[str, int, float]], waiting: Sequence[Job]) -> None:
+        spec, known = self.spec, {(label, seed) for label, seed, _ in keys}
+        # those whose learning rate is not chosen yet
+        later = [v.label for v in spec.variants for seed in spec.seeds if (v.label, seed) not in known]
+        total, kept = len(keys) + len(later), len(keys) - len(waiting)
         steps = sum(job.settings["run"]["steps"] for job in waiting)
+        steps += sum(self.plan.shapes[label].steps for label in later)
         self.progress.start(total, steps, kept)
         if kept:
             self.progress.note(f"{kept} of {total} runs are finished already and kept in '{self.folder}'")
@@ -189,10 +190,15 @@ class Runner(Listener):
 
     def _is_finished(self, label: str, seed: int, rate: float) -> bool:
         """Whether a run's result is there and belongs to this very configuration."""
+        from headloom.train.checkpoints import remove_all
+
         if read_run(self.spec, self.folder, label, seed, rate)["status"] != "finished":
             return False
-        held = read_json(self.folder / folder_of(self.spec, label, seed, rate) / "config.json")
-        return held == self.plan.run(label, seed, rate).to_dict()
+        place = self.folder / folder_of(self.spec, label, seed, rate)
+        if read_json(place / "config.json") != self.plan.run(label, seed, rate).to_dict():
+            return False
+        remove_all(place)  # a kill between the result and this would have left them
+        return True
 
     # what the engine says
 

@@ -315,3 +315,11 @@ def test_a_full_disk_is_said_and_nothing_is_lost(trained, monkeypatch):
     with pytest.raises(HeadloomError, match=r"the disk that holds .* is full: what was finished is kept"):
         made.run(found.folder, report=False)
     assert {path: path.read_bytes() for path in found.folder.rglob("*") if path.is_file()} == before
+
+
+def test_checkpoints_that_a_kill_left_beside_a_result_are_removed(trained):
+    found, _, _, made = trained
+    left = found.folder / "runs" / "mha-lr0.001-seed0" / "checkpoints" / "step-3"
+    left.mkdir(parents=True)
+    made.run(found.folder, report=False)
+    assert not left.parent.exists()

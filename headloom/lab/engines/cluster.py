@@ -121,7 +121,9 @@ def train_on_worker(job: Job, bundle: Bundle, timeout: float | None) -> tuple[di
 
 
 def _gpus(jobs: Sequence[Job]) -> int:
-    return int(any(job.settings.get("run", {}).get("device") == "cuda" for job in jobs))
+    """One for each task where runs use one."""
+    runs = [run for job in jobs for run in (job.settings.get("run"), *job.settings.get("runs", {}).values()) if run]
+    return int(any(run["device"] == "cuda" for run in runs))
 
 
 def _reach(address: str | None) -> None:
