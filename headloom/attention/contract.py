@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
