@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 
 import pytest
 import torch
@@ -71,10 +72,11 @@ def toy(tmp_path_factory):
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    before = dict(_MECHANISMS._items)
+    before, sys.modules["toy"] = dict(_MECHANISMS._items), module
     try:
         yield hl.register(module.Toy)
     finally:
+        del sys.modules["toy"]
         _MECHANISMS._items.clear()
         _MECHANISMS._items.update(before)
 
@@ -88,7 +90,7 @@ def call(*arguments):
 def test_list(toy):
     assert hl.mechanisms()["toy"].cls is toy
     assert "Toy attention" in call("list") and "| `toy` | **Toy attention**: heads with" in call("list", "--markdown")
-    row = {row["name"]: row for row in json.loads(call("list", "--json"))}["toy"]
+    row = {row["name"]: row for row in json.loads(call("list", "--costs", "--json"))}["toy"]
     assert (row["cache"], row["flops"], row["grafts"]) == ("2 G K = 1,536", "T^2, 1 x", True)
     assert row["parameters"] == 4 * 768 * 768 + 12
 

@@ -7,6 +7,7 @@ registry is asked itself.
 from __future__ import annotations
 
 import ast
+import sys
 from importlib.resources import files
 
 LINES = ("name", "title", "paper", "summary")
@@ -14,6 +15,8 @@ LINES = ("name", "title", "paper", "summary")
 
 def described() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The lines of all mechanisms and of all schedules, by name."""
+    if "headloom.attention" in sys.modules:  # and so there may be some that others registered
+        return _registered()
     found: dict[bool, list[dict[str, str]]] = {False: [], True: []}
     for file in files("headloom").joinpath("attention").iterdir():
         if file.name.endswith(".py"):

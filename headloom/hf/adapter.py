@@ -45,7 +45,7 @@ class GraftedAttention:
         position_ids = kwargs.get("places") if position_ids is None else position_ids
         layer, T = self.layer_index, hidden_states.shape[1]  # type: ignore[attr-defined]
         view = None if cache is None else view_of(getattr(cache, "self_attention_cache", cache), layer, T)
-        offloaded = next(self.parameters()).is_meta and not hidden_states.is_meta  # type: ignore[attr-defined]
+        offloaded = any(p.is_meta for p in self.parameters()) and not hidden_states.is_meta  # type: ignore[attr-defined]
         with weights_at_hand(self) if offloaded else contextlib.nullcontext():  # type: ignore[arg-type]
             out = super().forward(  # type: ignore[misc]
                 hidden_states,

@@ -31,7 +31,7 @@ from headloom.lab.results import folder_of, read_run, read_runs, summarise, writ
 from headloom.lab.spec import Shape, StudySpec
 from headloom.lab.study import Study
 from headloom.lab.timing import match_time
-from headloom.lab.work import Bundle, Job
+from headloom.lab.work import Bundle, Job, foreign
 
 
 class Interrupted(KeyboardInterrupt):
@@ -84,7 +84,11 @@ class Runner(Listener):
 
     def run(self) -> Comparison:
         """Measure the steps, make the runs that are missing, write the result."""
-        bundle = Bundle(self.plan.data, self.plan.selection, self.plan.tokenizer)
+        names = [
+            layer.mechanism for v in self.spec.variants for layer in self.plan.run(v.label, self.spec.seeds[0]).specs
+        ]
+        away = foreign(names, same_process=self.study.engine.name == "inline")
+        bundle = Bundle(self.plan.data, self.plan.selection, self.plan.tokenizer, away)
         try:
             with (
                 locked(self.folder),

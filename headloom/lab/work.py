@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +28,51 @@ class Bundle:
     data: TokenData
     selection: TokenStream | None
     tokenizer: PreTrainedTokenizerFast
+    foreign: tuple[Foreign, ...] = ()
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A mechanism registered from outside the package: where another process finds its class."""
+
+    module: str
+    cls: str
+    file: str
+
+    def load(self) -> None:
+        """Import and register it, by the module's name or else from its file."""
+        from headloom.attention import register
+
+        try:
+            module = importlib.import_module(self.module)
+        except ModuleNotFoundError:
+            spec = importlib.util.spec_from_file_location(self.module, self.file)
+            assert spec is not None and spec.loader is not None
+            module = sys.modules[self.module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        register(getattr(module, self.cls))
+
+
+def foreign(names: Iterable[str], *, same_process: bool = False) -> tuple[Foreign, ...]:
+    """Those of the named mechanisms that other processes have to be told of.
+
+    Raises HeadloomError for a class that only this program has, unless everything stays in this process.
+    """
+    from headloom.attention import mechanisms
+
+    found = []
+    for name in dict.fromkeys(names):
+        cls = mechanisms()[name].cls
+        if cls.__module__.startswith("headloom.attention.") or same_process:
+            continue
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        if cls.__module__ == "__main__" or "." in cls.__qualname__ or file is None:
+            raise HeadloomError(
+                f"runs have processes of their own, which cannot import {name}'s class {cls.__qualname__} from "
+                f"'{cls.__module__}': put it into a module (a file of its own) and import that, or use engine='inline'"
+            )
+        found.append(Foreign(cls.__module__, cls.__qualname__, file))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -47,6 +95,8 @@ def work(job: Job, bundle: Bundle, on_step: OnStep) -> dict[str, Any]:
     from headloom.train import run as runs
 
     try:
+        for mechanism in bundle.foreign:
+            mechanism.load()
         if job.kind == "time":
             from headloom.lab.timing import step_times
 

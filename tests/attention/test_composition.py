@@ -168,11 +168,11 @@ def test_cache_elements():
 
 
 def test_iha_over_factors_mixes_the_factors():
-    """Reading k and v costs the mix of R numbers a head and R products, not the mix of K numbers."""
+    """Expanding k and v costs the mix of R numbers a head and R products, not the mix of K numbers."""
     D, H, P, K, R, T = 64, 4, 3, 16, 2, 8
     cost = hl.cost("iha", hidden_size=D, num_heads=H, pseudo_heads=P, base="tpa", k_rank=R, v_rank=R, tokens=T)
-    read = next(part for part in cost.parts if part.step == "read")
-    assert read.flops_full == 2 * T * 2 * (P * H * H * R + P * H * R * K)
+    expand = next(part for part in cost.parts if part.step == "expand")
+    assert expand.flops_full == 2 * T * 2 * (P * H * H * R + P * H * R * K)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -182,7 +182,8 @@ def test_large_logits_stay_finite(base, name, options, dtype):
     module = hl.attention(name, hidden_size=24, num_heads=3, base=base, **options).to(dtype).eval()
     x = torch.randn(2, 6, 24, dtype=dtype)
     ready = module._prepare(x)
-    peak = (ready.q.float() @ ready.k.float().transpose(-1, -2)).abs().max() * module._scale(ready.q)
+    k = module.expand(ready.k, ready.v)[0]
+    peak = (ready.q.float() @ k.float().transpose(-1, -2)).abs().max() * module._scale(ready.q)
     grow = module.q_mix if name == "iha" else module.feature_q[0]
     with torch.no_grad():
         grow.weight.mul_(1e3 / peak)
@@ -275,10 +276,10 @@ def test_published_head_counts_match_in_parameters(width):
 
 def test_a_comparison_may_differ_in_what_the_bases_decide_and_in_nothing_else():
     """mla's rotary width and each base's sizes follow from the base; another mechanism's rotary width does not."""
+    from headloom.lab.compare import make_spec
     from headloom.lab.fairness import refuse_other_differences
-    from headloom.lab.plan import allowed_differences, attention_config, meaningless
+    from headloom.lab.layers import allowed_differences, attention_config, meaningless
     from headloom.lab.sizes import get_size
-    from headloom.lab.spec import make_spec
     from headloom.lab.variants import parse_variants
 
     def check(variants):

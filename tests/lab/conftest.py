@@ -1,5 +1,7 @@
 import pytest
 
+collect_ignore = ["deadly_worker.py"]  # a program, which importing would let loose
+
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box")
 
 

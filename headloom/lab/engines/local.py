@@ -80,7 +80,7 @@ class _Slot:
     def __init__(self, bundle: Path, threads: int, gpu: int | None) -> None:
         self._arguments = [sys.executable, *WORKER, str(bundle)]
         above = str(Path(headloom.__file__).parent.parent)
-        paths = [above, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = dict.fromkeys([above, *filter(None, sys.path)])  # a user's mechanism is imported as here
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
         if gpu is not None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
