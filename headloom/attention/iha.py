@@ -26,6 +26,7 @@ Initialisation (ours; the paper is silent). A graft must keep the function, and 
 sum_p c = 0; exact with order and phase "token". "carrier": the last pseudo-query is the identity and the only one
 collapsed, pseudo-query p < P-1 of head h reads head (h+1+p) mod H; exact with phase "token" in both orders.
 "normal": N(0, 0.02). e, c ~ N(0, init_std), centred; for collapse "head" c's is at least 1/P, so that both signs occur.
+Grafts take init_std 0.1 unless told otherwise.
 """
 
 from __future__ import annotations
