@@ -143,4 +143,4 @@ def test_the_pages_commands_are_right(command, monkeypatch):
 
 
 def test_no_command_of_the_page_was_missed():
-    assert len(COMMANDS) == PAGE.count("\nheadloom bench ") == 15
+    assert len(COMMANDS) == PAGE.count("\nheadloom bench ") == 13
