@@ -1,9 +1,10 @@
 """The one softmax(Q K^T) V of the package: `attend`.
 
-Softmax attention without dropout or soft-cap is one operator, `headloom::scores`, on every device: a mask that lowers
-to pieces runs as fused pieces ("fused"); padding, documents and given masks that do not run through the fused kernel
-in query blocks with an additive mask ("masked"). Everything else runs in query blocks with materialised scores
-("blocks", `headloom.ops.blocks`). Which one ran is recorded (`paths`); nothing falls back silently.
+Softmax attention without dropout or soft-cap runs on a GPU by PyTorch's kernels ("sdpa", "flex": `headloom.ops.gpu`).
+Elsewhere, and in float64, it is one operator, `headloom::scores`: a mask that lowers to pieces runs as fused pieces
+("fused"); padding, documents and given masks that do not run through the fused kernel in query blocks with an additive
+mask ("masked"). Everything else runs in query blocks with materialised scores ("blocks", `headloom.ops.blocks`). Which
+one ran is recorded (`paths`); nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from headloom.ops import blocks, fused, pieces
+from headloom.ops import blocks, fused, gpu, pieces
 from headloom.ops.masks import Visibility, expand_pseudo
 from headloom.ops.pieces import Piece
 
@@ -97,6 +98,10 @@ def attend(
             on_logits=on_logits,
             on_weights=on_weights,
         )
+    if plain and gpu.takes(q_BHTK):
+        out, path = gpu.attend(q_BHTK, k_BGSK, v_BGSV, visibility, scale, pseudo, virtual)
+        record(path)
+        return out
     lowered = pieces.lower(visibility, q_BHTK.shape[0], pseudo, virtual)
     record("masked" if lowered is None else "fused")
     rule = [visibility.T, visibility.S, int(visibility.causal), visibility.window or 0, pseudo, int(virtual)]
