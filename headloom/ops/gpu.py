@@ -2,7 +2,7 @@
 
     all or plainly causal        scaled_dot_product_attention without a mask       "sdpa"
     few pairs                    the same with a boolean mask                      "sdpa"
-    windows, documents, token order, chunks after a cache
+    windows, documents, token order, chunks after a cache, soft-capped scores
                                  flex attention over the mask's predicates         "flex"
 
 Flex attention reads the blocks of 128 x 128 (pseudo-)tokens that show something and leaves out the others, so a window
@@ -33,8 +33,20 @@ def takes(q_BHTK: Tensor) -> bool:
     return q_BHTK.is_cuda and q_BHTK.dtype != torch.float64
 
 
+def few(q_BHTK: Tensor, k_BGSK: Tensor) -> bool:
+    """Whether so few pairs meet that they may be written out."""
+    return q_BHTK.shape[0] * q_BHTK.shape[2] * k_BGSK.shape[2] <= FEW
+
+
 def attend(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, visibility: Visibility, scale: float, pseudo: int, virtual: bool
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    visibility: Visibility,
+    scale: float,
+    pseudo: int,
+    virtual: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, str]:
     """softmax(scale q k^T + mask) v, (B, H, T P, V), and the path taken. Arguments as in `scores.attend`."""
     virtual = virtual and pseudo > 1
@@ -48,17 +60,23 @@ def attend(
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     shared: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     everything, causal = _plain(visibility, pseudo, virtual)
-    if everything or causal:
+    if softcap is None and (everything or causal):
         out, path = F.scaled_dot_product_attention(q, k, v, is_causal=causal, **shared), "sdpa"
-    elif q.shape[0] * q.shape[2] * k.shape[2] <= FEW:
+    elif softcap is None and few(q, k):
         visible = expand_pseudo(visibility.dense(device=q.device), visibility.past, pseudo, virtual).unsqueeze(1)
         sees = visible.any(-1, keepdim=True)  # a row that sees nothing is 0, whatever a kernel makes of it
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | ~sees, **shared)
         out, path = torch.where(sees, out, 0), "sdpa"
     else:
         block_mask = _block_mask(visibility, q.shape[0], pseudo, virtual, q.device)
-        out, path = _flex(q.device)(q, k, v, block_mask=block_mask, **shared), "flex"
+        capped = None if softcap is None else _capped(softcap)
+        out, path = _flex(q.device)(q, k, v, score_mod=capped, block_mask=block_mask, **shared), "flex"
     return out[..., :value_width], path
+
+
+@functools.cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, row, column: softcap * torch.tanh(score / softcap)
 
 
 def _plain(visibility: Visibility, pseudo: int, virtual: bool) -> tuple[bool, bool]:

@@ -1,10 +1,10 @@
 """The one softmax(Q K^T) V of the package: `attend`.
 
-Softmax attention without dropout or soft-cap runs on a GPU by PyTorch's kernels ("sdpa", "flex": `headloom.ops.gpu`).
-Elsewhere, and in float64, it is one operator, `headloom::scores`: a mask that lowers to pieces runs as fused pieces
-("fused"); padding, documents and given masks that do not run through the fused kernel in query blocks with an additive
-mask ("masked"). Everything else runs in query blocks with materialised scores ("blocks", `headloom.ops.blocks`). Which
-one ran is recorded (`paths`); nothing falls back silently.
+Softmax attention without dropout runs on a GPU by PyTorch's kernels ("sdpa", "flex": `headloom.ops.gpu`). Elsewhere,
+and in float64, it is one operator where it has no soft-cap either, `headloom::scores`: a mask that lowers to pieces
+runs as fused pieces ("fused"); padding, documents and given masks that do not run through the fused kernel in query
+blocks with an additive mask ("masked"). Everything else runs in query blocks with materialised scores ("blocks",
+`headloom.ops.blocks`). Which one ran is recorded (`paths`); nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def attend(
     if 0 in q_BHTK.shape or 0 in k_BGSK.shape:
         return q_BHTK.new_zeros(*q_BHTK.shape[:3], v_BGSV.shape[-1])
     hooks = [hook for hook in (on_logits, on_weights) if hook is not None]
-    plain = kind == "softmax" and softcap is None and dropout == 0.0 and not hooks
+    capped = kind == "softmax" and dropout == 0.0 and not hooks
+    plain = capped and softcap is None
+    if capped and gpu.takes(q_BHTK) and (plain or not gpu.few(q_BHTK, k_BGSK)):
+        out, path = gpu.attend(q_BHTK, k_BGSK, v_BGSV, visibility, scale, pseudo, virtual, softcap)
+        record(path)
+        return out
     if not plain and not q_BHTK.is_meta:  # on the meta device only shapes and operation counts matter
         record("blocks")
         return blocks.attend(
@@ -98,10 +103,6 @@ def attend(
             on_logits=on_logits,
             on_weights=on_weights,
         )
-    if plain and gpu.takes(q_BHTK):
-        out, path = gpu.attend(q_BHTK, k_BGSK, v_BGSV, visibility, scale, pseudo, virtual)
-        record(path)
-        return out
     lowered = pieces.lower(visibility, q_BHTK.shape[0], pseudo, virtual)
     record("masked" if lowered is None else "fused")
     rule = [visibility.T, visibility.S, int(visibility.causal), visibility.window or 0, pseudo, int(virtual)]

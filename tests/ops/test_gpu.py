@@ -161,6 +161,19 @@ def test_layers_give_the_same_by_either_way(spec, forced, monkeypatch):
             torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
 
 
+def test_soft_capped_scores(forced, monkeypatch):
+    monkeypatch.setattr(gpu, "FEW", 0)
+    inputs, where = draw(5, 23, 2), Visibility(5, 23, True, 8)
+    with scores.paths() as ran:
+        found = scores.attend(*inputs, where, scale=3.0, pseudo=2, virtual=True, softcap=1.5)
+    monkeypatch.setattr(gpu, "takes", lambda q: False)
+    want = scores.attend(*inputs, where, scale=3.0, pseudo=2, virtual=True, softcap=1.5)
+    assert dict(ran) == {"flex": 1}
+    torch.testing.assert_close(found, want, atol=1e-12, rtol=0)
+    for a, b in zip(gradients(found, inputs), gradients(want, inputs), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
+
+
 def test_flex_is_part_of_a_compiled_graph(forced, monkeypatch):
     monkeypatch.setattr(gpu, "FEW", 0)
     q, k, v = (x.detach() for x in draw(40, 40, 2))
