@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from headloom.bench import against as users
+from headloom.bench import core
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import interleaved, seconds
 from headloom.bench.subjects import FACTOR, MODES, Named, Sizes, Subject, call, configs_of, inputs, plain, subject
-from headloom.core.errors import HeadloomError
+from headloom.core.errors import HeadloomError, unknown
 from headloom.ops.scores import paths
 
+PARTS = ("layer", "scores")
+"""What of a layer is timed: all of it, or its core alone (`headloom.bench.core`)."""
 COMPILED = " compiled"
 """Added to the label of what runs through torch.compile."""
 
@@ -31,6 +34,7 @@ def speed(
     plainly: bool = False,
     compile: str | None = None,
     peak: Peak | None = None,
+    part: str = "layer",
 ) -> list[dict[str, Any]]:
     """Rows of times, in the order tokens, batch sizes, modes, variants; the first variant is what ratios are over.
 
@@ -40,19 +44,31 @@ def speed(
         compile: a backend of torch.compile ("inductor"): everything also runs compiled, in the same turns. The time of
             the first compiled call stands apart.
         peak: what utilisation is of; it is measured before every point.
+        part: "layer", or "scores": its core alone, in eager mode, and the FLOPs of that.
     """
+    if part not in PARTS:
+        raise unknown("part", part, PARTS)
+    alone = part == "scores"
+    if alone and (against is not None or plainly or compile is not None):
+        raise HeadloomError(
+            "the scores alone have no other form to be timed beside: against, plain forms and compile "
+            "go with part layer"
+        )
     rows: list[dict[str, Any]] = []
     for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against, plainly):
         differences = _differences(subjects, x_BTD)
+        if alone:
+            subjects = [core.scores_of(each, T) for each in subjects]
         if peak is not None:
             peak.measure()
         for mode in modes:
-            setting.say(f"{mode}, {T:,} tokens x {B}")
+            setting.say(f"{mode}{' of the scores' if alone else ''}, {T:,} tokens x {B}")
             calls: dict[str, Callable[[], object]] = {}
             ran: dict[str, dict[str, Any]] = {}
             for each in subjects:
                 each.module.train(mode != "forward")
-                calls[each.label] = call(each.module, x_BTD, mode)
+                timed = core.call(each, x_BTD, mode) if alone else call(each.module, x_BTD, mode)
+                calls[each.label] = timed
                 with paths() as counted:  # eager: a compiled call would count nothing
                     calls[each.label]()
                 ran[each.label] = {"paths": dict(counted), "compiled": False}
@@ -70,6 +86,7 @@ def speed(
                         row = {
                             "variant": each.label,
                             "mode": mode,
+                            "part": part,
                             "tokens": T,
                             "batch_size": B,
                             "layers": each.layers,

@@ -69,6 +69,7 @@ def speed(
     modes: Annotated[str, typer.Option(help="Of forward, backward (both passes), step (a whole model's training).")] = (
         "forward,backward"
     ),
+    part: Annotated[str, typer.Option(help="layer, or scores: the attention core alone, q, k and v ready.")] = "layer",
     against: Against = None,
     against_plain: AgainstPlain = False,
     against_hf: AgainstHf = False,
@@ -93,6 +94,10 @@ def speed(
     of_layers = [mode for mode in MODES if mode in chosen]
     if (against is not None or against_plain) and not of_layers:
         raise HeadloomError("--against and --against-plain run in the modes forward and backward: add one to --modes")
+    if part != "layer" and chosen != of_layers:
+        raise HeadloomError(
+            f"--part {part} is timed in the modes forward and backward: leave the others out of --modes"
+        )
     if against_hf and "step" not in chosen:
         raise HeadloomError("--against-hf is measured in whole training steps: add --modes step")
     named = _named(variants, settings)
@@ -111,7 +116,9 @@ def speed(
         rows: list[dict[str, Any]] = []
         skipped: list[dict[str, Any]] = []
         if of_layers:
-            rows += layers.speed(named, sizes, how, modes=of_layers, against=against, plainly=against_plain, **points)
+            rows += layers.speed(
+                named, sizes, how, modes=of_layers, part=part, against=against, plainly=against_plain, **points
+            )
         if "step" in chosen:
             more, skipped = models.steps(named, [shape], how, original=against_hf, **points)
             rows += more

@@ -115,7 +115,7 @@ def figure(kind: str, rows: Sequence[Row]) -> Any:
         bars = base.mark_bar().encode(x=x, y=y, color=colour).properties(width=300, height=24 * len(labels))
         return bars.facet(panel, columns=3)
     titles = {
-        "speed": "seconds of a layer",
+        "speed": f"seconds of {_timed(rows)}",
         "memory": "peak of memory (MiB)",
         "decode": "tokens a second through a layer",
     }
@@ -152,7 +152,7 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
     if any(row.get("compiled") for row in rows):
         built += [("compiling", lambda row: f"{row['compile_seconds']:.1f} s" if row["compiled"] else "")]
     if kind == "speed":
-        return [variant, mode, tokens, batch, ("a layer", lambda row: _time(row["seconds"])), times, use, *built]
+        return [variant, mode, tokens, batch, (_timed(rows), lambda row: _time(row["seconds"])), times, use, *built]
     if kind == "memory":
         peak: Column = ("peak", lambda row: f"{row['peak_bytes'] / 2**20:,.1f} MiB")
         return [variant, mode, tokens, batch, peak, times, *built]
@@ -173,6 +173,10 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
         ("tokens a second", lambda row: f"{row['tokens_per_second']:,.0f}"),
         ("cache", lambda row: f"{row['cache_bytes'] / 1024:,.1f} KiB"),
     ]
+
+
+def _timed(rows: Sequence[Row]) -> str:
+    return "a layer's scores" if rows[0].get("part") == "scores" else "a layer"
 
 
 def _label(row: Row) -> str:

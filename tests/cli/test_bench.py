@@ -85,6 +85,15 @@ def test_memory_and_decode_for_people():
     assert lines[4].rstrip().endswith("2.0 KiB") and lines[3].rstrip().endswith("1.0 KiB")
 
 
+def test_the_scores_alone_for_people():
+    variants = "mha,hybrid:window=4"
+    done = call("speed", "--part", "scores", "--modes", "backward", "--variants", variants, *TINY, "--markdown")
+    assert done.exit_code == 0, done.output
+    heading, _, mha, hybrid = done.stdout.splitlines()[:4]
+    assert "| a layer's scores | times mha |" in heading
+    assert "| 1.00 (1.00-1.00) |" in mha and hybrid.startswith("| hybrid | backward | 8 | 1 |")
+
+
 def test_models_and_what_is_left_out(monkeypatch):
     monkeypatch.setattr("headloom.bench.models._free", lambda setting: 2**30)
     done = call(
@@ -105,6 +114,9 @@ def test_models_and_what_is_left_out(monkeypatch):
         (["speed", "--modes", "backwards"], "unknown mode 'backwards'. Did you mean 'backward'?"),
         (["speed", "--modes", "step", "--against", "a:B"], "add one to --modes"),
         (["speed", "--against-hf"], "add --modes step"),
+        (["speed", "--part", "score"], "unknown part 'score'. Did you mean 'scores'?"),
+        (["speed", "--part", "scores", "--modes", "forward,step"], "leave the others out of --modes"),
+        (["speed", "--part", "scores", "--against-plain"], "have no other form"),
         (["speed", "--against", "no.where:Module", "--variants", "mha"], "'no.where' cannot be imported"),
         (["speed", "--tokens", "many"], "--tokens must be whole numbers with commas between"),
         (["speed", "--device", "cuda"], "torch sees none"),
