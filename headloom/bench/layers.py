@@ -12,7 +12,19 @@ from headloom.bench import core
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import interleaved, seconds
-from headloom.bench.subjects import FACTOR, MODES, Named, Sizes, Subject, call, configs_of, inputs, plain, subject
+from headloom.bench.subjects import (
+    FACTOR,
+    MODES,
+    Named,
+    Sizes,
+    Subject,
+    call,
+    check_counts,
+    configs_of,
+    inputs,
+    plain,
+    subject,
+)
 from headloom.core.errors import HeadloomError, unknown
 from headloom.ops.scores import paths
 
@@ -160,10 +172,7 @@ def _points(
     plainly: bool,
 ) -> Iterator[tuple[int, int, list[Subject], torch.Tensor]]:
     """(T, B, subjects, x) of every point; wrong sizes are refused before the first."""
-    for what, numbers in (("tokens", tokens), ("batch-size", batch_sizes)):
-        for number in numbers:
-            if number < 1:
-                raise HeadloomError(f"{what} must be at least 1, not {number}")
+    check_counts({"tokens": tokens, "batch-size": batch_sizes})
     for T in tokens:
         for named in variants:
             configs_of(named, sizes, T)

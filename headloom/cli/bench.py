@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from headloom.bench.setting import Setting
     from headloom.bench.subjects import Named, Sizes
 
+TRAINING = ("step", "train")
+"""Modes of `speed` that are of whole models."""
+
 bench = typer.Typer(
     help="Speed, memory and generation of the mechanisms, measured side by side on this machine.", no_args_is_help=True
 )
@@ -66,9 +69,13 @@ def speed(
     head_dim: HeadDim = None,
     tokens: Tokens = None,
     batch_size: Batches = "1",
-    modes: Annotated[str, typer.Option(help="Of forward, backward (both passes), step (a whole model's training).")] = (
-        "forward,backward"
-    ),
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="Of a layer: forward, backward (both passes). Of a whole model: step (both passes and AdamW), "
+            "train (a step in the loop of headloom train)."
+        ),
+    ] = "forward,backward",
     part: Annotated[str, typer.Option(help="layer, or scores: the attention core alone, q, k and v ready.")] = "layer",
     against: Against = None,
     against_plain: AgainstPlain = False,
@@ -82,24 +89,25 @@ def speed(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Time one layer forward and with its backward pass, or a model's whole training step."""
+    """Time one layer, or its scores alone, forward and with its backward pass; or a model's whole training step."""
     from headloom.bench import layers, models
     from headloom.bench.subjects import MODES
     from headloom.core.errors import HeadloomError, unknown
 
-    chosen = [part.strip() for part in modes.split(",") if part.strip()]
+    chosen = _words(modes)
     for mode in chosen:
-        if mode not in (*MODES, "step"):
-            raise unknown("mode", mode, (*MODES, "step"))
+        if mode not in (*MODES, *TRAINING):
+            raise unknown("mode", mode, (*MODES, *TRAINING))
     of_layers = [mode for mode in MODES if mode in chosen]
+    of_models = [mode for mode in TRAINING if mode in chosen]
     if (against is not None or against_plain) and not of_layers:
         raise HeadloomError("--against and --against-plain run in the modes forward and backward: add one to --modes")
     if part != "layer" and chosen != of_layers:
         raise HeadloomError(
             f"--part {part} is timed in the modes forward and backward: leave the others out of --modes"
         )
-    if against_hf and "step" not in chosen:
-        raise HeadloomError("--against-hf is measured in whole training steps: add --modes step")
+    if against_hf and not of_models:
+        raise HeadloomError("--against-hf is measured in whole training steps: add --modes step (or train)")
     named = _named(variants, settings)
     sizes = _sizes(size, hidden_size, heads, kv_heads, head_dim)
     shape = _shape(size, sizes)
@@ -119,8 +127,8 @@ def speed(
             rows += layers.speed(
                 named, sizes, how, modes=of_layers, part=part, against=against, plainly=against_plain, **points
             )
-        if "step" in chosen:
-            more, skipped = models.steps(named, [shape], how, original=against_hf, **points)
+        if of_models:
+            more, skipped = models.steps(named, [shape], how, modes=of_models, original=against_hf, **points)
             rows += more
         return {"sizes": sizes.given(), "compiled": compile, "rows": rows, "skipped": skipped}
 
@@ -210,6 +218,13 @@ def models(
     sizes: Annotated[str, typer.Option(help="Model sizes.")] = "125M,350M,1.3B,2.4B,2.7B",
     tokens: Tokens = None,
     batch_size: Batches = "1,4",
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="Of step (both passes and AdamW), backward (both passes alone: half the memory), "
+            "train (a step in the loop of headloom train)."
+        ),
+    ] = "step",
     against_hf: AgainstHf = False,
     compile: Compile = False,
     device: Device = "cpu",
@@ -220,11 +235,11 @@ def models(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Time whole training steps by model size and micro-batch. What memory is too small for is left out, and said."""
+    """Time whole models in training by size and micro-batch. What memory is too small for is left out, and said."""
     from headloom.bench.models import steps
 
     named = _named(variants, settings)
-    shapes = [_shape(name, _sizes(name)) for name in (part.strip() for part in sizes.split(",")) if name]
+    shapes = [_shape(name, _sizes(name)) for name in _words(sizes)]
     how = _setting(device, dtype, threads, repeats)
 
     def measure(peak: Any) -> dict[str, Any]:
@@ -234,6 +249,7 @@ def models(
             how,
             tokens=_ints("tokens", tokens, []),
             batch_sizes=_ints("batch-size", batch_size),
+            modes=_words(modes),
             original=against_hf,
             compile="inductor" if compile else None,
             peak=peak,
@@ -340,6 +356,10 @@ def _setting(device: str, dtype: str | None, threads: int | None, repeats: int) 
         typer.echo(text, err=True)
 
     return Setting(device=device, dtype=dtype, threads=threads, repeats=repeats, say=say)
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _ints(name: str, text: str | None, default: Sequence[int] = ()) -> list[int]:

@@ -132,7 +132,7 @@ def train(
     folder, run = Path(folder), resolve(run, data, tokenizer)
     tracking.check(track)
     writes = writes_records()
-    with _isolated(run):
+    with isolated(run):
         model = make_model(run, tokenizer)
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
         checkpoint, before = _open(folder, run) if writes else (checkpoints.latest(folder), [])
@@ -277,7 +277,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 @contextmanager
-def _isolated(run: Recipe) -> Iterator[None]:
+def isolated(run: Recipe) -> Iterator[None]:
     """Threads as the run says; afterwards the caller's threads and random states, which the Trainer seeds, are back."""
     threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if run.device == "cuda" else []):
