@@ -32,8 +32,11 @@ R = TypeVar("R", bound=Recipe)
 WARM_STEPS = 5
 
 
-def build(run: RunConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The model of a resolved run: a Llama with the run's attention, every tensor initialised by (seed, name)."""
+def build(
+    run: RunConfig, tokenizer: PreTrainedTokenizerFast | None = None, device: str | None = None
+) -> PreTrainedModel:
+    """The model of a resolved run: a Llama with the run's attention, every tensor initialised by (seed, name). It knows
+    the tokenizer's special tokens; device "meta" builds it without memory, for counting."""
     specs = [(spec.mechanism, dict(spec.options)) for spec in run.specs]
     return hf.build_model(
         specs[0] if len(specs) == 1 else specs,
@@ -50,9 +53,8 @@ def build(run: RunConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel
         rope_scaling=run.rope_scaling,
         norm_eps=run.norm_eps,
         seed=run.seed,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        device=device,
+        **{name: getattr(tokenizer, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
     )
 
 
