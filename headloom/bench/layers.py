@@ -96,13 +96,8 @@ def speed(
                     if name in timings:
                         share = each.layers / subjects[0].layers
                         row = {
-                            "variant": each.label,
-                            "mode": mode,
+                            **_about(each, mode, x_BTD),
                             "part": part,
-                            "tokens": T,
-                            "batch_size": B,
-                            "layers": each.layers,
-                            "form_of": each.form_of,
                             "seconds": timings[name].per(each.layers).to_dict(),
                             "ratio": timings[name].over(timings[subjects[0].label]).per(share).spread(),
                             "ratio_to_own": timings[name].over(timings[each.form_of or each.label]).spread(),
@@ -140,12 +135,7 @@ def memory(
                 found = peaks[each.label] = peak_bytes(once, setting.device)
                 rows.append(
                     {
-                        "variant": each.label,
-                        "mode": mode,
-                        "tokens": T,
-                        "batch_size": B,
-                        "layers": each.layers,
-                        "form_of": each.form_of,
+                        **_about(each, mode, x_BTD),
                         "peak_bytes": found,
                         "ratio": found / peaks[subjects[0].label],
                         "ratio_to_own": found / peaks[each.form_of or each.label],
@@ -154,6 +144,13 @@ def memory(
                     }
                 )
     return rows
+
+
+def _about(each: Subject, mode: str, x_BTD: torch.Tensor) -> dict[str, Any]:
+    """What a row is of."""
+    B, T, _ = x_BTD.shape
+    point = {"mode": mode, "tokens": T, "batch_size": B}
+    return {"variant": each.label, **point, "layers": each.layers, "form_of": each.form_of}
 
 
 def use_of_peak(row: dict[str, Any], peak: Peak) -> None:

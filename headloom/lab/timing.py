@@ -58,16 +58,14 @@ def training_step(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenize
     from headloom.data import TrainingRows
     from headloom.hf import parameter_groups
     from headloom.train.run import build
-    from headloom.train.trainer import collate
+    from headloom.train.trainer import adamw, collate
 
     model: Any = build(run, tokenizer)
     device = run.device or "cpu"
     model.to(device).train()
     if run.checkpoint_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, run.weight_decay), lr=run.learning_rate, betas=run.betas, eps=run.adam_eps, fused=True
-    )
+    optimizer = adamw(run, parameter_groups(model, run.weight_decay))
     rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.batch_size)
     cuts = range(0, run.batch_size, run.micro_batch_size)
     batches = [
