@@ -9,6 +9,7 @@ import headloom as hl
 from headloom.attention import Attention
 from headloom.bench import core, layers
 from headloom.bench.setting import Setting
+from headloom.bench.speed import Timing
 from headloom.bench.subjects import Named, Sizes, configs_of, inputs, subject
 
 SIZES, HOW, T = Sizes(24, 4), Setting(repeats=2, warmup=0), 32
@@ -65,6 +66,27 @@ def test_rows_are_of_the_scores():
     mean = (4 * core.core_flops(configs_of(hybrid, SIZES, T)[0], T)["exact"] + 16 * 6 * T * (T + 1) // 2) / 5
     assert [row["flops_exact"] for row in rows[1::2]] == pytest.approx([3 * mean, 9 * mean])
     assert [sum(row["paths"].values()) for row in rows] == [1, 5, 1, 5]
+
+
+def test_what_is_timed_is_the_core_on_what_was_handed(monkeypatch):
+    """No projection runs in a timed call, and q, k, v have the layer's values."""
+    ran, scored = [], []
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: ran.append(module))
+
+    def timed(calls, **_):
+        ran.clear(), scored.clear()
+        calls["iha"]()
+        assert len(scored) == 1 and not ran
+        return {"iha": Timing.of([1.0])}
+
+    monkeypatch.setattr(layers, "interleaved", timed)
+    plain = Attention.core
+    monkeypatch.setattr(Attention, "core", lambda self, *given: scored.append(given) or plain(self, *given))
+    layers.speed([NAMED["iha"]], SIZES, HOW, tokens=[T], batch_sizes=[1], part="scores")
+    hook.remove()
+    made = subject(NAMED["iha"], SIZES, T, HOW)
+    expected = core.handed(made.attention, inputs(1, T, 24, HOW))
+    assert all(torch.equal(a, b) and a.requires_grad for a, b in zip(scored[0][:3], expected[:3], strict=True))
 
 
 @pytest.mark.parametrize(("pseudo_heads", "window"), [(2, 1024), (4, 256), (8, 64)])
