@@ -9,7 +9,7 @@ A mechanism is one file with a config and a subclass that overrides only the ste
     remember the slots of this call's tokens and the cache -> all slots remembered
     queries  q -> the queries scored
     read     all slots remembered -> the keys and values scored
-    score    -> (B, heads, T, V)
+    score    -> (B, heads, T, V): `expand` to full keys and values, then the `core`, where tokens meet
     merge    the scored heads, and the queries' own x -> (B, H, T, V)
     output   concatenate heads, o_proj -> (B, T, D)
 """
@@ -253,7 +253,12 @@ class Attention(nn.Module):
             length = int(seen.positions_BS.max()) + 1
         return _Call(self.queries(q, positions, length), *self.read(seen, length), visible(seen))
 
-    def score(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+    def score(self, q: Tensor, k: Any, v: Any, visibility: Visibility) -> Tensor:
+        """Score what `read` gave; override where it need not all be expanded for that."""
+        return self.core(q, *self.expand(k, v), visibility)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+        """The scores alone: keys and values are ready, tokens meet, and nothing else is done."""
         c = self.config
         return attend(
             q,

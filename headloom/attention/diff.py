@@ -106,9 +106,9 @@ class Diff(Attention):
     def queries(self, q_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
         return _apart(super().queries(q_BHTK, positions_BT, length))
 
-    def score(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+    def core(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
         (q1, q2), (k1, k2) = q.chunk(2, 1), k.chunk(2, 1)
-        first, second = super().score(q1, k1, v, visibility), super().score(q2, k2, v, visibility)
+        first, second = super().core(q1, k1, v, visibility), super().core(q2, k2, v, visibility)
         return first - self.strength() * second
 
     def merge(self, out_BHTV: Tensor, x_BTD: Tensor) -> Tensor:

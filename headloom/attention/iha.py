@@ -228,7 +228,7 @@ class IHA(Attention):
         c = self.config
         few = not self.paired and visibility.past > 0 and visibility.T * c.pseudo_heads <= FEW
         if c.cache != "base" or not few:
-            return super().score(q, *self.expand(k, v), visibility)
+            return super().score(q, k, v, visibility)
         q = q.unflatten(2, (-1, c.pseudo_heads)).unsqueeze(4)
         return absorbed.attend(
             self._turned_back(q, v),

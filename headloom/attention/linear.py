@@ -124,7 +124,7 @@ class Linear(Attention):
     def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
         return seen.slots["k"], seen.slots["v"]
 
-    def score(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+    def core(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
         record("chunks")
         with own_width(q):
             sums = linear.attend(_features(q), k, v, visibility, self.config.chunk_size)

@@ -81,11 +81,11 @@ class MLA(Attention):
     def score(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
         c = self.config
         if not self.absorbs(visibility):
-            return super().score(q, *self.expand(k, v), visibility)
+            return super().score(q, k, v, visibility)
         weight: Any = self.kv_up.weight
         up_k, up_v = weight.unflatten(0, (c.num_heads, -1)).split((c.plain_dim, c.value_dim), 1)  # (H, K_n or V, C)
         q_r, q_n = q.split((c.rotary_dim, c.plain_dim), -1)
-        return super().score(torch.cat((q_r, q_n @ up_k), -1), k, v, visibility) @ up_v.transpose(1, 2)
+        return self.core(torch.cat((q_r, q_n @ up_k), -1), k, v, visibility) @ up_v.transpose(1, 2)
 
     def expand(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.base.expand(self, {"k_r": k[..., : self.config.rotary_dim], "c": v})

@@ -128,7 +128,7 @@ class Simplicial(Attention):
         s = seen.slots
         return torch.cat((s["k1"], s["k2"] + 1 / self.config.head_dim), 1), torch.cat((s["v1"], s["v2"] + 1), 1)
 
-    def score(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+    def core(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
         c = self.config
         first, second = self._windows(visibility)
         (k1, k2), (v1, v2) = k.chunk(2, 1), v.chunk(2, 1)

@@ -82,7 +82,7 @@ class TPA(Attention):
     def score(self, q: Tensor, k: Any, v: Any, visibility: Visibility) -> Tensor:
         c = self.config
         if visibility.past == 0:
-            return super().score(q, *self.expand(k, v), visibility)
+            return super().score(q, k, v, visibility)
         dropout = c.dropout if self.training else 0.0
         scale = self._scale(q)
         return factors.attend(q, k, v, visibility, scale, kind=c.score, softcap=c.softcap, dropout=dropout)

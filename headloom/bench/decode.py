@@ -13,8 +13,7 @@ import torch
 
 from headloom.bench.setting import Setting
 from headloom.bench.speed import interleaved
-from headloom.bench.subjects import Named, Sizes, Subject, configs_of, inputs, subject
-from headloom.core.errors import HeadloomError
+from headloom.bench.subjects import Named, Sizes, Subject, check_counts, configs_of, inputs, subject
 from headloom.ops.cache import Cache
 
 TOKENS = 16
@@ -49,10 +48,7 @@ def decode(
 ) -> list[dict[str, Any]]:
     """Rows: seconds of the prefill and of a token, of one layer; tokens a second (the batch's, through one layer);
     bytes the cache held after the prefill. Ratios are over the first variant."""
-    for what, numbers in (("contexts", contexts), ("batch-size", batch_sizes), ("new-tokens", [new_tokens])):
-        for number in numbers:
-            if number < 1:
-                raise HeadloomError(f"{what} must be at least 1, not {number}")
+    check_counts({"contexts": contexts, "batch-size": batch_sizes, "new-tokens": [new_tokens]})
     for S in contexts:
         for named in variants:
             configs_of(named, sizes, S)

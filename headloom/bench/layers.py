@@ -8,13 +8,28 @@ from typing import Any
 import torch
 
 from headloom.bench import against as users
+from headloom.bench import core
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import interleaved, seconds
-from headloom.bench.subjects import FACTOR, MODES, Named, Sizes, Subject, call, configs_of, inputs, plain, subject
-from headloom.core.errors import HeadloomError
+from headloom.bench.subjects import (
+    FACTOR,
+    MODES,
+    Named,
+    Sizes,
+    Subject,
+    call,
+    check_counts,
+    configs_of,
+    inputs,
+    plain,
+    subject,
+)
+from headloom.core.errors import HeadloomError, unknown
 from headloom.ops.scores import paths
 
+PARTS = ("layer", "scores")
+"""What of a layer is timed: all of it, or its core alone (`headloom.bench.core`)."""
 COMPILED = " compiled"
 """Added to the label of what runs through torch.compile."""
 
@@ -31,6 +46,7 @@ def speed(
     plainly: bool = False,
     compile: str | None = None,
     peak: Peak | None = None,
+    part: str = "layer",
 ) -> list[dict[str, Any]]:
     """Rows of times, in the order tokens, batch sizes, modes, variants; the first variant is what ratios are over.
 
@@ -40,19 +56,31 @@ def speed(
         compile: a backend of torch.compile ("inductor"): everything also runs compiled, in the same turns. The time of
             the first compiled call stands apart.
         peak: what utilisation is of; it is measured before every point.
+        part: "layer", or "scores": its core alone, in eager mode, and the FLOPs of that.
     """
+    if part not in PARTS:
+        raise unknown("part", part, PARTS)
+    alone = part == "scores"
+    if alone and (against is not None or plainly or compile is not None):
+        raise HeadloomError(
+            "the scores alone have no other form to be timed beside: against, plain forms and compile "
+            "go with part layer"
+        )
     rows: list[dict[str, Any]] = []
     for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against, plainly):
         differences = _differences(subjects, x_BTD)
+        if alone:
+            subjects = [core.scores_of(each, T) for each in subjects]
         if peak is not None:
             peak.measure()
         for mode in modes:
-            setting.say(f"{mode}, {T:,} tokens x {B}")
+            setting.say(f"{mode}{' of the scores' if alone else ''}, {T:,} tokens x {B}")
             calls: dict[str, Callable[[], object]] = {}
             ran: dict[str, dict[str, Any]] = {}
             for each in subjects:
                 each.module.train(mode != "forward")
-                calls[each.label] = call(each.module, x_BTD, mode)
+                timed = core.call(each, x_BTD, mode) if alone else call(each.module, x_BTD, mode)
+                calls[each.label] = timed
                 with paths() as counted:  # eager: a compiled call would count nothing
                     calls[each.label]()
                 ran[each.label] = {"paths": dict(counted), "compiled": False}
@@ -68,12 +96,8 @@ def speed(
                     if name in timings:
                         share = each.layers / subjects[0].layers
                         row = {
-                            "variant": each.label,
-                            "mode": mode,
-                            "tokens": T,
-                            "batch_size": B,
-                            "layers": each.layers,
-                            "form_of": each.form_of,
+                            **_about(each, mode, x_BTD),
+                            "part": part,
                             "seconds": timings[name].per(each.layers).to_dict(),
                             "ratio": timings[name].over(timings[subjects[0].label]).per(share).spread(),
                             "ratio_to_own": timings[name].over(timings[each.form_of or each.label]).spread(),
@@ -111,12 +135,7 @@ def memory(
                 found = peaks[each.label] = peak_bytes(once, setting.device)
                 rows.append(
                     {
-                        "variant": each.label,
-                        "mode": mode,
-                        "tokens": T,
-                        "batch_size": B,
-                        "layers": each.layers,
-                        "form_of": each.form_of,
+                        **_about(each, mode, x_BTD),
                         "peak_bytes": found,
                         "ratio": found / peaks[subjects[0].label],
                         "ratio_to_own": found / peaks[each.form_of or each.label],
@@ -125,6 +144,13 @@ def memory(
                     }
                 )
     return rows
+
+
+def _about(each: Subject, mode: str, x_BTD: torch.Tensor) -> dict[str, Any]:
+    """What a row is of."""
+    B, T, _ = x_BTD.shape
+    point = {"mode": mode, "tokens": T, "batch_size": B}
+    return {"variant": each.label, **point, "layers": each.layers, "form_of": each.form_of}
 
 
 def use_of_peak(row: dict[str, Any], peak: Peak) -> None:
@@ -143,10 +169,7 @@ def _points(
     plainly: bool,
 ) -> Iterator[tuple[int, int, list[Subject], torch.Tensor]]:
     """(T, B, subjects, x) of every point; wrong sizes are refused before the first."""
-    for what, numbers in (("tokens", tokens), ("batch-size", batch_sizes)):
-        for number in numbers:
-            if number < 1:
-                raise HeadloomError(f"{what} must be at least 1, not {number}")
+    check_counts({"tokens": tokens, "batch-size": batch_sizes})
     for T in tokens:
         for named in variants:
             configs_of(named, sizes, T)

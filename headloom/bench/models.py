@@ -1,12 +1,13 @@
-"""Whole training steps: our models, and the transformers' own model they stand in for, at any size that fits memory.
+"""Whole models: ours, and the transformers' own that they stand in for, at any size that fits memory.
 
-A step is the forward and backward pass of a batch, clipping, and the update of AdamW, as in a comparison's runs:
-weights float32, products in the setting's type where that is bfloat16 (autocast).
+Modes: "backward" is the forward and backward pass of a batch; "step" also clips and updates by AdamW, as in a
+comparison's runs; "train" is that step inside the loop that `headloom train` runs, and for the transformers' own model
+in their Trainer (`headloom.train.pace`). Weights are float32, products bfloat16 where that is the setting's type
+(autocast).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,14 @@ from headloom.bench.cost import model_flops
 from headloom.bench.layers import COMPILED, first_compiled_call, use_of_peak
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
-from headloom.bench.subjects import FACTOR, Named
-from headloom.core.errors import HeadloomError
+from headloom.bench.subjects import FACTOR, Named, check_counts
+from headloom.core.errors import HeadloomError, unknown
 from headloom.ops.scores import paths
 
 GIB = 2**30
-STATE = 16
-"""Bytes a parameter takes in training: weight, gradient and two moments in float32."""
+STATE = {"backward": (4, 4), "step": (16, 0), "train": (4, 12)}
+"""Modes, and the bytes that a parameter takes all the time and while its model is at work: weight, gradient and AdamW's
+two moments in float32."""
 UNKNOWN = {"full": None, "exact": None}
 ROOM = 0.9
 """Share of the free memory that is used."""
@@ -43,19 +45,24 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A model to be built: how, its parameters, forward FLOPs of one sequence, and the bytes that training takes: those
-    it holds all the time, and those it holds during its step."""
+    """A model to be built: how, whether it is the transformers' own, its parameters, forward FLOPs of one sequence, and
+    the bytes that it takes: those it holds all the time, and those it holds while it is at work."""
 
     label: str
-    build: Callable[..., nn.Module]
+    build: Callable[..., Any]
+    original: bool
     parameters: int
     flops: Mapping[str, int | None]
-    held: int
-    during: int
+    saved: int
 
-    @property
-    def bytes(self) -> int:
-        return self.held + self.during
+    def held(self, mode: str) -> int:
+        return STATE[mode][0] * self.parameters
+
+    def during(self, mode: str) -> int:
+        return STATE[mode][1] * self.parameters + self.saved
+
+    def bytes(self, mode: str) -> int:
+        return self.held(mode) + self.during(mode)
 
 
 def steps(
@@ -65,37 +72,41 @@ def steps(
     *,
     tokens: Sequence[int],
     batch_sizes: Sequence[int],
+    modes: Sequence[str] = ("step",),
     original: bool = False,
     compile: str | None = None,
     peak: Peak | None = None,
     available: int | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of training steps, and what was left out with the reason; ratios are over the first variant, None where that
-    one is left out.
+    """Rows of times, and what was left out with the reason; ratios are over the first variant, None where that one is
+    left out.
 
     Args:
         tokens: lengths (empty: each shape's own).
+        modes: of `STATE`. compile: as for `headloom.bench.layers.speed`, not for "train".
         original: also the transformers' own model, with the first variant's weights where they fit.
         available: bytes that may be used (None: what is free now). Models that fit together take turns; where only
             single ones fit they run one after the other ("interleaved": false); one that does not fit is left out.
     """
-    for what, numbers in (("tokens", tokens), ("batch-size", batch_sizes)):
-        for number in numbers:
-            if number < 1:
-                raise HeadloomError(f"{what} must be at least 1, not {number}")
+    check_counts({"tokens": tokens, "batch-size": batch_sizes})
+    for mode in modes:
+        if mode not in STATE:
+            raise unknown("mode", mode, STATE)
+    if compile is not None and "train" in modes:
+        raise HeadloomError("the mode train runs both loops as they are: compile goes with backward and step")
     if setting.dtype not in ("float32", "bfloat16"):
         raise HeadloomError(f"training steps run in float32 or bfloat16, not {setting.dtype}")
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    points = [(shape, T, B) for shape in shapes for T in tokens or [shape.tokens] for B in batch_sizes]
-    for shape, T, B in points:
-        setting.say(f"training step, {shape.name}, {T:,} tokens x {B}")
-        point = {"size": shape.name, "tokens": T, "batch_size": B}
+    points = [(s, T, B, mode) for s in shapes for T in tokens or [s.tokens] for B in batch_sizes for mode in modes]
+    for shape, T, B, mode in points:
+        setting.say(f"{mode} of a model, {shape.name}, {T:,} tokens x {B}")
+        point = {"mode": mode, "size": shape.name, "tokens": T, "batch_size": B}
         room = int(_free(setting) * ROOM) if available is None else available
         fitting = []
         for candidate in _candidates(variants, shape, T, B, original):
-            if candidate.bytes > room:
-                reason = f"needs {candidate.bytes / GIB:.1f} GiB, {room / GIB:.1f} available"
+            if candidate.bytes(mode) > room:
+                reason = f"needs {candidate.bytes(mode) / GIB:.1f} GiB, {room / GIB:.1f} available"
                 setting.say(f"{candidate.label} left out: {reason}")
                 skipped.append({"variant": candidate.label, **point, "reason": reason})
             else:
@@ -104,12 +115,15 @@ def steps(
             continue
         if peak is not None:
             peak.measure()
-        held = sum(candidate.held for candidate in fitting)
-        together = held + max(candidate.during for candidate in fitting) <= room
+        held = sum(candidate.held(mode) for candidate in fitting)
+        together = held + max(candidate.during(mode) for candidate in fitting) <= room
         timings: dict[str, Timing] = {}
         about: dict[str, dict[str, Any]] = {}
         for group in [fitting] if together else [[candidate] for candidate in fitting]:
-            timed, more = _timed(group, shape, T, B, setting, compile)
+            if mode == "train":
+                timed, more = _in_training(group, shape, T, B, setting)
+            else:
+                timed, more = _timed(group, shape, T, B, setting, compile, updates=mode == "step")
             timings |= timed
             about |= more
             torch.compiler.reset()
@@ -123,7 +137,6 @@ def steps(
                     timing = timings[name]
                     row = {
                         "variant": candidate.label,
-                        "mode": "step",
                         **point,
                         "layers": shape.arguments["num_layers"],
                         "parameters": candidate.parameters,
@@ -133,7 +146,7 @@ def steps(
                         "ratio_to": variants[0].label,
                         "ratio_to_own": timing.over(timings[candidate.label]).spread(),
                         "interleaved": together,
-                        **{f"flops_{kind}": n and n * FACTOR["step"] * B for kind, n in candidate.flops.items()},
+                        **{f"flops_{kind}": n and n * FACTOR[mode] * B for kind, n in candidate.flops.items()},
                         **about[name],
                     }
                     rows.append(row)
@@ -144,17 +157,24 @@ def steps(
 
 
 def _timed(
-    group: Sequence[Candidate], shape: Shape, tokens: int, batch: int, setting: Setting, backend: str | None
+    group: Sequence[Candidate],
+    shape: Shape,
+    tokens: int,
+    batch: int,
+    setting: Setting,
+    backend: str | None,
+    updates: bool,
 ) -> tuple[dict[str, Timing], dict[str, dict[str, Any]]]:
     """Timings of models that are in memory together, by label."""
     calls: dict[str, Callable[[], object]] = {}
     about: dict[str, dict[str, Any]] = {}
     generator = torch.Generator().manual_seed(setting.seed)
     ids_BT = torch.randint(shape.arguments["vocab_size"], (batch, tokens), generator=generator).to(setting.device)
+    given: dict[str, Any] = {"batches": [{"input_ids": ids_BT, "labels": ids_BT}], "dtype": setting.dtype}
     for candidate in group:
         model: Any = candidate.build().to(setting.device).train()
-        optimizer = optimizer_of(model)
-        step = calls[candidate.label] = training_step(model, model, optimizer, ids_BT, setting)
+        given["optimizer"] = optimizer_of(model) if updates else None
+        step = calls[candidate.label] = training_step(model, **given)
         with paths() as counted:
             step()
         about[candidate.label] = {"paths": dict(counted), "compiled": False}
@@ -162,9 +182,29 @@ def _timed(
             setting.say(f"compiling {candidate.label}")
             name = candidate.label + COMPILED
             made = torch.compile(model, backend=backend, dynamic=False)
-            step = calls[name] = training_step(model, made, optimizer, ids_BT, setting)
+            step = calls[name] = training_step(model, **given, call=made)
             about[name] = {**about[candidate.label], "compiled": True, **first_compiled_call(step)}
     return interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device), about
+
+
+def _in_training(
+    group: Sequence[Candidate], shape: Shape, tokens: int, batch: int, setting: Setting
+) -> tuple[dict[str, Timing], dict[str, dict[str, Any]]]:
+    """As `_timed`, of a step in chunks of each one's training loop, which take turns."""
+    from headloom.train.pace import Pace
+
+    settings = {"device": setting.device, "dtype": setting.dtype, "threads": setting.threads}
+    pace = Pace(vocab_size=shape.arguments["vocab_size"], tokens=tokens, batch_size=batch, **settings)
+    models = {candidate.label: candidate.build() for candidate in group}
+    samples: dict[str, list[float]] = {label: [] for label in models}
+    about: dict[str, dict[str, Any]] = {}
+    for _ in range(setting.repeats):
+        for candidate in group:
+            loop = pace.theirs if candidate.original else pace.ours
+            with paths() as counted:
+                samples[candidate.label].append(loop(models[candidate.label]))
+            about[candidate.label] = {"paths": dict(counted), "compiled": False}
+    return {label: Timing.of(values) for label, values in samples.items()}, about
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -175,20 +215,28 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def training_step(
-    model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, ids_BT: torch.Tensor, setting: Setting
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    dtype: str | None = "float32",
+    clip: float = 1.0,
+    call: Any = None,
 ) -> Callable[[], object]:
-    """One step of `model`, whose forward is `call` (itself, or compiled)."""
-    mixed: Any = contextlib.nullcontext()
-    if setting.dtype == "bfloat16":
-        mixed = torch.autocast(setting.device, dtype=torch.bfloat16)
+    """A call that makes one step of `model` from the batches that it accumulates over, or, without an optimizer, their
+    passes alone. Its forward is `call` (compiled, say; None: itself)."""
+    forward = model if call is None else call
+    device = next(model.parameters()).device.type
 
     def step() -> None:
-        with mixed:
-            loss = call(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for batch in batches:
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+                loss = forward(**batch, use_cache=False).loss
+            loss.backward()
+        if optimizer is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+        model.zero_grad()
 
     return step
 
@@ -218,7 +266,8 @@ def _candidates(variants: Sequence[Named], shape: Shape, tokens: int, batch: int
         ours, theirs = first("meta"), build_original("meta")
         same = _shapes(ours) == _shapes(theirs)  # then it is the same model, and costs the same
         label = type(theirs).__name__
-        found.append(_candidate(label, build_original, theirs, tokens, batch, found[0].flops if same else UNKNOWN))
+        flops = found[0].flops if same else UNKNOWN
+        found.append(_candidate(label, build_original, theirs, tokens, batch, flops, original=True))
     return found
 
 
@@ -233,11 +282,13 @@ def _candidate(
     tokens: int,
     batch: int,
     flops: Mapping[str, int | None] | None = None,
+    *,
+    original: bool = False,
 ) -> Candidate:
     parameters = sum(p.numel() for p in meta.parameters())
     if flops is None:
         flops = {name: model_flops(meta, tokens, name) for name in ("full", "exact")}
-    return Candidate(label, build, parameters, flops, STATE * parameters, batch * saved_bytes(meta, tokens))
+    return Candidate(label, build, original, parameters, flops, batch * saved_bytes(meta, tokens))
 
 
 def original_class(model: Any) -> type:

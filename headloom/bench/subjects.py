@@ -93,6 +93,14 @@ class Subject:
         return layers[0] if len(layers) == 1 else None
 
 
+def check_counts(counts: Mapping[str, Sequence[int]]) -> None:
+    """Refuse lengths and sizes below 1, by the name of their option."""
+    for what, numbers in counts.items():
+        for number in numbers:
+            if number < 1:
+                raise HeadloomError(f"{what} must be at least 1, not {number}")
+
+
 def configs_of(named: Named, sizes: Sizes, tokens: int) -> list[AttentionConfig]:
     """One period of layers in a context of `tokens`. A HeadloomError names the variant whose options do not fit."""
     try:
@@ -135,7 +143,7 @@ def inputs(batch: int, tokens: int, width: int, setting: Setting) -> Tensor:
 
 MODES = ("forward", "backward")
 """forward: without a graph, as in inference. backward: forward and backward, gradients of weights and input."""
-FACTOR = {"forward": 1, "backward": 3, "step": 3}
+FACTOR = {"forward": 1, "backward": 3, "step": 3, "train": 3}
 """FLOPs in those of the forward pass: the backward one has two products for each of its."""
 
 

@@ -6,10 +6,13 @@ the best matrix product of the same run, in visible pairs (and in all pairs).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -20,24 +23,14 @@ if TYPE_CHECKING:
     from headloom.bench.setting import Setting
     from headloom.bench.subjects import Named, Sizes
 
+TRAINING = ("step", "train")
+"""Modes of `speed` that are of whole models."""
+
 bench = typer.Typer(
     help="Speed, memory and generation of the mechanisms, measured side by side on this machine.", no_args_is_help=True
 )
 
-Variants = Annotated[
-    str | None,
-    typer.Option(help="mha,iha:pseudo_heads=2,...: the first is what ratios are over. Default: those of compare."),
-]
-Settings = Annotated[list[str] | None, typer.Option("--set", help="iha.pseudo_heads=2. Repeatable.")]
-Width = Annotated[int | None, typer.Option("--hidden-size", help="D. Default: the size's.")]
-Heads = Annotated[int | None, typer.Option("--heads", help="H. Default: the size's.")]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="G. Default: each mechanism's own.")]
-HeadDim = Annotated[int | None, typer.Option("--head-dim", help="K. Default: D / H.")]
 Tokens = Annotated[str | None, typer.Option(help="Lengths: 512,2048. Default: the size's context.")]
-Batches = Annotated[str, typer.Option("--batch-size", help="Sequences at once: 1,4.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: float32 on CPU, bfloat16 on CUDA.")]
-Threads = Annotated[int | None, typer.Option(help="PyTorch's threads. Default: all that it takes.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions of each.")]
 Against = Annotated[
     str | None,
@@ -48,177 +41,242 @@ Against = Annotated[
 AgainstPlain = Annotated[
     bool, typer.Option("--against-plain", help="Also each variant's straightforward form, with the same weights.")
 ]
-AgainstHf = Annotated[bool, typer.Option("--against-hf", help="Also transformers' own model in whole training steps.")]
+AgainstHf = Annotated[
+    bool, typer.Option("--against-hf", help="Also transformers' own model in whole training steps, or in its Trainer.")
+]
 Compile = Annotated[bool, typer.Option("--compile", help="Each also through torch.compile; the time that takes apart.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
-Out = Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and figures (SVG, PNG).")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """The options of every command: what is measured, where, and what becomes of the result."""
+
+    variants: Annotated[
+        str | None,
+        typer.Option(help="mha,iha:pseudo_heads=2,...: the first is what ratios are over. Default: those of compare."),
+    ] = None
+    settings: Annotated[list[str] | None, typer.Option("--set", help="iha.pseudo_heads=2. Repeatable.")] = None
+    batch_size: Annotated[
+        str | None, typer.Option("--batch-size", help="Sequences at once. Default: 1; for models 1,4.")
+    ] = None
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, ... Default: float32 on CPU, bfloat16 on CUDA.")
+    ] = None
+    threads: Annotated[int | None, typer.Option(help="PyTorch's threads. Default: all that it takes.")] = None
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and figures (SVG, PNG).")] = None
+    as_json: Json = False
+
+    def named(self) -> list[Named]:
+        from headloom.bench.subjects import Named
+        from headloom.lab.variants import parse_variants
+
+        parsed = parse_variants(self.variants, self.settings or [], at_least=1)
+        return [Named(found.label, found.mechanism, dict(found.options)) for found in parsed]
+
+    def setting(self, repeats: int) -> Setting:
+        from headloom.bench.setting import Setting
+
+        def say(text: str) -> None:
+            typer.echo(text, err=True)
+
+        return Setting(device=self.device, dtype=self.dtype, threads=self.threads, repeats=repeats, say=say)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The options that say how large a layer is."""
+
+    size: Size = "tiny"
+    hidden_size: Annotated[int | None, typer.Option("--hidden-size", help="D. Default: the size's.")] = None
+    heads: Annotated[int | None, typer.Option("--heads", help="H. Default: the size's.")] = None
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="G. Default: each mechanism's own.")] = None
+    head_dim: Annotated[int | None, typer.Option("--head-dim", help="K. Default: D / H.")] = None
+
+    def shape(self) -> Shape:
+        """The whole model of the size, at the layer's sizes."""
+        from headloom.bench.models import Shape
+        from headloom.lab.sizes import gated_width, get_size
+
+        found, sizes = get_size(self.size), self.sizes()
+        own = sizes.hidden_size == found.hidden_size
+        arguments = {
+            **sizes.given(),
+            "num_layers": found.num_layers,
+            "intermediate_size": found.intermediate_size if own else gated_width(sizes.hidden_size),
+            "vocab_size": found.vocab_size,
+            "tie_embeddings": found.tie_embeddings,
+        }
+        return Shape(found.name, found.tokens, arguments)
+
+    def sizes(self) -> Sizes:
+        from headloom.bench.subjects import Sizes
+        from headloom.lab.sizes import get_size
+
+        found = get_size(self.size)
+        width = found.hidden_size if self.hidden_size is None else self.hidden_size
+        heads = found.num_heads if self.heads is None else self.heads
+        return Sizes(width, heads, self.kv_heads, self.head_dim, found.rope_theta)
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """In place of a parameter whose type is a group above, the command gets that group's options."""
+    hints: dict[str, Any] = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if hint in (Common, Layer)}
+    options: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        inside = groups.get(name)
+        parameters = [parameter] if inside is None else list(inspect.signature(inside).parameters.values())
+        types = hints if inside is None else get_type_hints(inside, include_extras=True)
+        options += [option.replace(annotation=types[option.name]) for option in parameters]
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+        command(**given)
+
+    wrapped.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {option.name: option.annotation for option in options}
+    return wrapped
 
 
 @bench.command("speed")
 @ends_with_status
+@with_groups
 def speed(
-    variants: Variants = None,
-    settings: Settings = None,
-    size: Size = "tiny",
-    hidden_size: Width = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
+    common: Common,
+    layer: Layer,
     tokens: Tokens = None,
-    batch_size: Batches = "1",
-    modes: Annotated[str, typer.Option(help="Of forward, backward (both passes), step (a whole model's training).")] = (
-        "forward,backward"
-    ),
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="Of a layer: forward, backward (both passes). Of a whole model: step (both passes and AdamW), "
+            "train (a step in the loop of headloom train)."
+        ),
+    ] = "forward,backward",
+    part: Annotated[str, typer.Option(help="layer, or scores: the attention core alone, q, k and v ready.")] = "layer",
     against: Against = None,
     against_plain: AgainstPlain = False,
     against_hf: AgainstHf = False,
     compile: Compile = False,
-    device: Device = "cpu",
-    dtype: Dtype = None,
-    threads: Threads = None,
     repeats: Repeats = 5,
-    markdown: Markdown = False,
-    out: Out = None,
-    as_json: Json = False,
 ) -> None:
-    """Time one layer forward and with its backward pass, or a model's whole training step."""
+    """Time one layer, or its scores alone, forward and with its backward pass; or a model's whole training step."""
     from headloom.bench import layers, models
     from headloom.bench.subjects import MODES
     from headloom.core.errors import HeadloomError, unknown
 
-    chosen = [part.strip() for part in modes.split(",") if part.strip()]
+    chosen = _words(modes)
     for mode in chosen:
-        if mode not in (*MODES, "step"):
-            raise unknown("mode", mode, (*MODES, "step"))
+        if mode not in (*MODES, *TRAINING):
+            raise unknown("mode", mode, (*MODES, *TRAINING))
     of_layers = [mode for mode in MODES if mode in chosen]
+    of_models = [mode for mode in TRAINING if mode in chosen]
     if (against is not None or against_plain) and not of_layers:
         raise HeadloomError("--against and --against-plain run in the modes forward and backward: add one to --modes")
-    if against_hf and "step" not in chosen:
-        raise HeadloomError("--against-hf is measured in whole training steps: add --modes step")
-    named = _named(variants, settings)
-    sizes = _sizes(size, hidden_size, heads, kv_heads, head_dim)
-    shape = _shape(size, sizes)
-    backend = "inductor" if compile else None
-    how = _setting(device, dtype, threads, repeats)
+    if part != "layer" and of_models:
+        raise HeadloomError(
+            f"--part {part} is timed in the modes forward and backward: leave the others out of --modes"
+        )
+    if against_hf and not of_models:
+        raise HeadloomError("--against-hf is measured in whole training steps: add --modes step (or train)")
+    named, sizes, shape, how = common.named(), layer.sizes(), layer.shape(), common.setting(repeats)
 
     def measure(peak: Any) -> dict[str, Any]:
         points: dict[str, Any] = {
             "tokens": _ints("tokens", tokens, [shape.tokens]),
-            "batch_sizes": _ints("batch-size", batch_size),
-            "compile": backend,
+            "batch_sizes": _ints("batch-size", common.batch_size, [1]),
+            "compile": "inductor" if compile else None,
             "peak": peak,
         }
         rows: list[dict[str, Any]] = []
         skipped: list[dict[str, Any]] = []
         if of_layers:
-            rows += layers.speed(named, sizes, how, modes=of_layers, against=against, plainly=against_plain, **points)
-        if "step" in chosen:
-            more, skipped = models.steps(named, [shape], how, original=against_hf, **points)
+            rows += layers.speed(
+                named, sizes, how, modes=of_layers, part=part, against=against, plainly=against_plain, **points
+            )
+        if of_models:
+            more, skipped = models.steps(named, [shape], how, modes=of_models, original=against_hf, **points)
             rows += more
         return {"sizes": sizes.given(), "compiled": compile, "rows": rows, "skipped": skipped}
 
-    _run("speed", how, named, measure, markdown=markdown, out=out, as_json=as_json, peak=True)
+    _run("speed", how, named, measure, common, peak=True)
 
 
 @bench.command("memory")
 @ends_with_status
+@with_groups
 def memory(
-    variants: Variants = None,
-    settings: Settings = None,
-    size: Size = "tiny",
-    hidden_size: Width = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
+    common: Common,
+    layer: Layer,
     tokens: Tokens = None,
-    batch_size: Batches = "1",
     against: Against = None,
     against_plain: AgainstPlain = False,
-    device: Device = "cpu",
-    dtype: Dtype = None,
-    threads: Threads = None,
-    markdown: Markdown = False,
-    out: Out = None,
-    as_json: Json = False,
 ) -> None:
     """Count the peak of memory of one layer, above its weights and input: forward, and with its backward pass."""
     from headloom.bench import layers
 
-    named = _named(variants, settings)
-    sizes = _sizes(size, hidden_size, heads, kv_heads, head_dim)
-    how = _setting(device, dtype, threads, 1)
+    named, sizes, how = common.named(), layer.sizes(), common.setting(1)
 
     def measure(_: Any) -> dict[str, Any]:
-        lengths = _ints("tokens", tokens, [_shape(size, sizes).tokens])
-        batches = _ints("batch-size", batch_size)
+        lengths = _ints("tokens", tokens, [layer.shape().tokens])
+        batches = _ints("batch-size", common.batch_size, [1])
         others: dict[str, Any] = {"against": against, "plainly": against_plain}
         rows = layers.memory(named, sizes, how, tokens=lengths, batch_sizes=batches, **others)
         return {"sizes": sizes.given(), "rows": rows}
 
-    _run("memory", how, named, measure, markdown=markdown, out=out, as_json=as_json)
+    _run("memory", how, named, measure, common)
 
 
 @bench.command("decode")
 @ends_with_status
+@with_groups
 def decode(
-    variants: Variants = None,
-    settings: Settings = None,
-    size: Size = "tiny",
-    hidden_size: Width = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
+    common: Common,
+    layer: Layer,
     contexts: Annotated[str | None, typer.Option(help="Lengths of the prefill: 512,4096. Default: the size's.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Timed tokens after each.")] = 16,
-    batch_size: Batches = "1",
-    device: Device = "cpu",
-    dtype: Dtype = None,
-    threads: Threads = None,
     repeats: Repeats = 3,
-    markdown: Markdown = False,
-    out: Out = None,
-    as_json: Json = False,
 ) -> None:
     """Time generation with a cache in one layer: the prefill and each token; and count the cache's bytes."""
     from headloom.bench.decode import decode as measured
 
-    named = _named(variants, settings)
-    sizes = _sizes(size, hidden_size, heads, kv_heads, head_dim)
-    how = _setting(device, dtype, threads, repeats)
+    named, sizes, how = common.named(), layer.sizes(), common.setting(repeats)
 
     def measure(_: Any) -> dict[str, Any]:
-        lengths = _ints("contexts", contexts, [_shape(size, sizes).tokens])
-        batches = _ints("batch-size", batch_size)
+        lengths = _ints("contexts", contexts, [layer.shape().tokens])
+        batches = _ints("batch-size", common.batch_size, [1])
         rows = measured(named, sizes, how, contexts=lengths, batch_sizes=batches, new_tokens=new_tokens)
         return {"sizes": sizes.given(), "new_tokens": new_tokens, "rows": rows}
 
-    _run("decode", how, named, measure, markdown=markdown, out=out, as_json=as_json)
+    _run("decode", how, named, measure, common)
 
 
 @bench.command("models")
 @ends_with_status
+@with_groups
 def models(
-    variants: Variants = None,
-    settings: Settings = None,
+    common: Common,
     sizes: Annotated[str, typer.Option(help="Model sizes.")] = "125M,350M,1.3B,2.4B,2.7B",
     tokens: Tokens = None,
-    batch_size: Batches = "1,4",
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="Of step (both passes and AdamW), backward (both passes alone: half the memory), "
+            "train (a step in the loop of headloom train)."
+        ),
+    ] = "step",
     against_hf: AgainstHf = False,
     compile: Compile = False,
-    device: Device = "cpu",
-    dtype: Dtype = None,
-    threads: Threads = None,
     repeats: Repeats = 3,
-    markdown: Markdown = False,
-    out: Out = None,
-    as_json: Json = False,
 ) -> None:
-    """Time whole training steps by model size and micro-batch. What memory is too small for is left out, and said."""
+    """Time whole models in training by size and micro-batch. What memory is too small for is left out, and said."""
     from headloom.bench.models import steps
 
-    named = _named(variants, settings)
-    shapes = [_shape(name, _sizes(name)) for name in (part.strip() for part in sizes.split(",")) if name]
-    how = _setting(device, dtype, threads, repeats)
+    named, how = common.named(), common.setting(repeats)
+    shapes = [Layer(size=name).shape() for name in _words(sizes)]
 
     def measure(peak: Any) -> dict[str, Any]:
         rows, skipped = steps(
@@ -226,37 +284,29 @@ def models(
             shapes,
             how,
             tokens=_ints("tokens", tokens, []),
-            batch_sizes=_ints("batch-size", batch_size),
+            batch_sizes=_ints("batch-size", common.batch_size, [1, 4]),
+            modes=_words(modes),
             original=against_hf,
             compile="inductor" if compile else None,
             peak=peak,
         )
         return {"compiled": compile, "rows": rows, "skipped": skipped}
 
-    _run("models", how, named, measure, markdown=markdown, out=out, as_json=as_json, peak=True)
+    _run("models", how, named, measure, common, peak=True)
 
 
-def _run(
-    name: str,
-    how: Setting,
-    named: Sequence[Named],
-    measure: Any,
-    *,
-    markdown: bool,
-    out: Path | None,
-    as_json: bool,
-    peak: bool = False,
-) -> None:
+def _run(name: str, how: Setting, named: Sequence[Named], measure: Any, common: Common, *, peak: bool = False) -> None:
     """Measure, then print and write."""
     from headloom.bench.setting import Peak
     from headloom.core.errors import HeadloomError
     from headloom.report import bench as report
 
-    if markdown and as_json:
+    if common.markdown and common.as_json:
         raise HeadloomError("--markdown and --json cannot go together: give one")
+    out = common.out
     if out is not None and out.exists() and not out.is_dir():
         raise HeadloomError(f"--out must be a folder, and '{out}' is a file")
-    with only_json_on_stdout(as_json) as stream, how.active():
+    with only_json_on_stdout(common.as_json) as stream, how.active():
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         best = Peak(how) if peak else None
         found = measure(best)
@@ -267,9 +317,9 @@ def _run(
         if out is not None:
             for path in report.write(result, out):
                 typer.echo(f"wrote {path}", err=True)
-        if as_json:
+        if common.as_json:
             print_json(result, stream)
-        elif markdown:
+        elif common.markdown:
             typer.echo(report.markdown(result), nl=False)
         else:
             _show(result)
@@ -292,47 +342,8 @@ def _show(result: dict[str, Any]) -> None:
         screen.print(note, markup=False, soft_wrap=True)
 
 
-def _named(variants: str | None, settings: Sequence[str] | None) -> list[Named]:
-    from headloom.bench.subjects import Named
-    from headloom.lab.variants import parse_variants
-
-    parsed = parse_variants(variants, settings or [], at_least=1)
-    return [Named(found.label, found.mechanism, dict(found.options)) for found in parsed]
-
-
-def _sizes(size: str, width: int | None = None, heads: int | None = None, kv: int | None = None, K: int | None = None):
-    from headloom.bench.subjects import Sizes
-    from headloom.lab.sizes import get_size
-
-    shape = get_size(size)
-    width = shape.hidden_size if width is None else width
-    return Sizes(width, shape.num_heads if heads is None else heads, kv, K, shape.rope_theta)
-
-
-def _shape(size: str, sizes: Sizes) -> Shape:
-    """The whole model of a size, at the layer's sizes."""
-    from headloom.bench.models import Shape
-    from headloom.lab.sizes import gated_width, get_size
-
-    found = get_size(size)
-    own = sizes.hidden_size == found.hidden_size
-    arguments = {
-        **sizes.given(),
-        "num_layers": found.num_layers,
-        "intermediate_size": found.intermediate_size if own else gated_width(sizes.hidden_size),
-        "vocab_size": found.vocab_size,
-        "tie_embeddings": found.tie_embeddings,
-    }
-    return Shape(found.name, found.tokens, arguments)
-
-
-def _setting(device: str, dtype: str | None, threads: int | None, repeats: int) -> Setting:
-    from headloom.bench.setting import Setting
-
-    def say(text: str) -> None:
-        typer.echo(text, err=True)
-
-    return Setting(device=device, dtype=dtype, threads=threads, repeats=repeats, say=say)
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _ints(name: str, text: str | None, default: Sequence[int] = ()) -> list[int]:

@@ -120,24 +120,9 @@ def run_config(
 
 def meta_model(spec: StudySpec, variant: VariantSpec, shape: Shape, vocab_size: int) -> Any:
     """The variant's model on the meta device: nothing but sizes."""
-    from headloom.hf import build_model
+    from headloom.train.run import build
 
-    run = run_config(spec, variant, shape, 0)
-    specs = [(layer.mechanism, dict(layer.options)) for layer in run.specs]
-    return build_model(
-        specs * (run.num_layers // len(specs)),
-        vocab_size=vocab_size,
-        hidden_size=run.hidden_size,
-        num_layers=run.num_layers,
-        num_heads=run.num_heads,
-        num_kv_heads=run.num_kv_heads,
-        head_dim=run.head_dim,
-        intermediate_size=run.intermediate_size,
-        max_positions=run.tokens,
-        tie_embeddings=run.tie_embeddings,
-        rope_theta=run.rope_theta,
-        device="meta",
-    )
+    return build(run_config(spec, variant, shape, 0).model_copy(update={"vocab_size": vocab_size}), device="meta")
 
 
 def count_parameters(spec: StudySpec, variant: VariantSpec, shape: Shape, vocab_size: int) -> int:

@@ -54,37 +54,28 @@ def training_step(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenize
     """One training step of a run, to be called again and again."""
     import torch
 
+    from headloom.bench import models
     from headloom.data import TrainingRows
     from headloom.hf import parameter_groups
     from headloom.train.run import build
-    from headloom.train.trainer import collate
+    from headloom.train.trainer import adamw, collate
 
     model: Any = build(run, tokenizer)
     device = run.device or "cpu"
     model.to(device).train()
     if run.checkpoint_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    called = torch.compile(model, backend=run.compile) if run.compile else model
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, run.weight_decay), lr=run.learning_rate, betas=run.betas, eps=run.adam_eps, fused=True
-    )
+    optimizer = adamw(run, parameter_groups(model, run.weight_decay))
     rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.batch_size)
     cuts = range(0, run.batch_size, run.micro_batch_size)
     batches = [
         {k: v.to(device) for k, v in collate([rows[i] for i in range(cut, cut + run.micro_batch_size)]).items()}
         for cut in cuts
     ]
-
-    def step() -> None:
-        for batch in batches:
-            with torch.autocast(device, dtype=torch.bfloat16, enabled=run.dtype == "bfloat16"):
-                loss = called(**batch, use_cache=False).loss
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    called = torch.compile(model, backend=run.compile) if run.compile else None
+    return models.training_step(
+        model, optimizer=optimizer, batches=batches, dtype=run.dtype, clip=run.clip, call=called
+    )
 
 
 def match_time(

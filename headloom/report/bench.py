@@ -32,10 +32,10 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def kinds(result: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """Rows by what they are of: "speed", "memory" or "decode" of a layer, "step" of a model."""
+    """Rows by what they are of: "speed", "memory" or "decode" of a layer, "step" of a model (in whichever mode)."""
     found: dict[str, list[Row]] = {}
     for row in result["rows"]:
-        found.setdefault("step" if row.get("mode") == "step" else result["benchmark"], []).append(row)
+        found.setdefault("step" if "size" in row else result["benchmark"], []).append(row)
     return found
 
 
@@ -63,9 +63,11 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         if row.get("graph_breaks"):
             lines.append(f"{row['variant']}: torch.compile broke the graph: {'; '.join(row['graph_breaks'])}")
         if row.get("interleaved") is False:
-            lines.append(f"{row['variant']}, {row['size']}: timed alone, since not all models fit memory together")
+            lines.append(
+                f"{row['variant']}, {row['mode']}, {row['size']}: timed alone, since not all models fit memory together"
+            )
     for left in result.get("skipped", ()):
-        point = f"{left['size']}, {left['tokens']:,} tokens x {left['batch_size']}"
+        point = f"{left['mode']}, {left['size']}, {left['tokens']:,} tokens x {left['batch_size']}"
         lines.append(f"left out: {left['variant']}, {point}: {left['reason']}")
     return list(dict.fromkeys(lines))
 
@@ -110,12 +112,12 @@ def figure(kind: str, rows: Sequence[Row]) -> Any:
     base = alt.Chart(alt.Data(values=values))
     panel = alt.Facet("panel:N", title=None, sort=list(dict.fromkeys(value["panel"] for value in values)))
     if kind == "step":
-        x = alt.X("value:Q", title=f"seconds of a training step, in those of {rows[0]['ratio_to']}")
+        x = alt.X("value:Q", title=f"seconds of a whole model, in those of {rows[0]['ratio_to']}")
         y = alt.Y("variant:N", sort=labels, title=None, axis=alt.Axis(labelLimit=220))
         bars = base.mark_bar().encode(x=x, y=y, color=colour).properties(width=300, height=24 * len(labels))
         return bars.facet(panel, columns=3)
     titles = {
-        "speed": "seconds of a layer",
+        "speed": f"seconds of {_timed(rows)}",
         "memory": "peak of memory (MiB)",
         "decode": "tokens a second through a layer",
     }
@@ -130,7 +132,7 @@ def _drawn(kind: str, row: Row) -> dict[str, Any]:
     """The variant, the tokens, the value and the panel of one row."""
     tokens = row["context"] if kind == "decode" else row["tokens"]
     if kind == "step":
-        value, panel = row["ratio"]["median"], f"{row['size']}, {tokens:,} tokens, "
+        value, panel = row["ratio"]["median"], f"{row['mode']}, {row['size']}, {tokens:,} tokens, "
     elif kind == "decode":
         value, panel = row["tokens_per_second"], ""
     else:
@@ -152,7 +154,7 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
     if any(row.get("compiled") for row in rows):
         built += [("compiling", lambda row: f"{row['compile_seconds']:.1f} s" if row["compiled"] else "")]
     if kind == "speed":
-        return [variant, mode, tokens, batch, ("a layer", lambda row: _time(row["seconds"])), times, use, *built]
+        return [variant, mode, tokens, batch, (_timed(rows), lambda row: _time(row["seconds"])), times, use, *built]
     if kind == "memory":
         peak: Column = ("peak", lambda row: f"{row['peak_bytes'] / 2**20:,.1f} MiB")
         return [variant, mode, tokens, batch, peak, times, *built]
@@ -161,7 +163,7 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
         learned: Column = ("parameters", lambda row: f"{row['parameters']:,}")
         rate: Column = ("tokens a second", lambda row: f"{row['tokens_per_second']:,.0f}")
         step: Column = ("a step", lambda row: _time(row["seconds"]))
-        return [variant, size, tokens, batch, learned, step, times, rate, use, *built]
+        return [variant, mode, size, tokens, batch, learned, step, times, rate, use, *built]
     return [
         variant,
         ("context", lambda row: f"{row['context']:,}"),
@@ -173,6 +175,10 @@ def _columns(kind: str, rows: Sequence[Row]) -> list[Column]:
         ("tokens a second", lambda row: f"{row['tokens_per_second']:,.0f}"),
         ("cache", lambda row: f"{row['cache_bytes'] / 1024:,.1f} KiB"),
     ]
+
+
+def _timed(rows: Sequence[Row]) -> str:
+    return "a layer's scores" if rows[0].get("part") == "scores" else "a layer"
 
 
 def _label(row: Row) -> str:

@@ -32,8 +32,11 @@ R = TypeVar("R", bound=Recipe)
 WARM_STEPS = 5
 
 
-def build(run: RunConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The model of a resolved run: a Llama with the run's attention, every tensor initialised by (seed, name)."""
+def build(
+    run: RunConfig, tokenizer: PreTrainedTokenizerFast | None = None, device: str | None = None
+) -> PreTrainedModel:
+    """The model of a resolved run: a Llama with the run's attention, every tensor initialised by (seed, name). It knows
+    the tokenizer's special tokens; device "meta" builds it without memory, for counting."""
     specs = [(spec.mechanism, dict(spec.options)) for spec in run.specs]
     return hf.build_model(
         specs[0] if len(specs) == 1 else specs,
@@ -50,9 +53,8 @@ def build(run: RunConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel
         rope_scaling=run.rope_scaling,
         norm_eps=run.norm_eps,
         seed=run.seed,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        device=device,
+        **{name: getattr(tokenizer, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
     )
 
 
@@ -132,7 +134,7 @@ def train(
     folder, run = Path(folder), resolve(run, data, tokenizer)
     tracking.check(track)
     writes = writes_records()
-    with _isolated(run):
+    with isolated(run):
         model = make_model(run, tokenizer)
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
         checkpoint, before = _open(folder, run) if writes else (checkpoints.latest(folder), [])
@@ -277,7 +279,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 @contextmanager
-def _isolated(run: Recipe) -> Iterator[None]:
+def isolated(run: Recipe) -> Iterator[None]:
     """Threads as the run says; afterwards the caller's threads and random states, which the Trainer seeds, are back."""
     threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if run.device == "cuda" else []):

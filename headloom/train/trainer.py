@@ -115,14 +115,7 @@ class RunTrainer(Trainer):
         if self.optimizer is None:
             target = self.model if model is None else model
             assert target is not None
-            self.optimizer = torch.optim.AdamW(
-                self._groups(target, self.run.weight_decay),
-                lr=self.run.learning_rate,
-                betas=self.run.betas,
-                eps=self.run.adam_eps,
-                weight_decay=0.0,  # for a group that would not say
-                fused=True,
-            )
+            self.optimizer = adamw(self.run, self._groups(target, self.run.weight_decay))
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
@@ -149,6 +142,13 @@ class RunTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: FLOPs are counted by headloom.bench from the built module, not estimated at every step."""
         return 0
+
+
+def adamw(run: Recipe, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+    """A run's optimizer; a group that does not say its weight decay has none."""
+    return torch.optim.AdamW(
+        groups, lr=run.learning_rate, betas=run.betas, eps=run.adam_eps, weight_decay=0.0, fused=True
+    )
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

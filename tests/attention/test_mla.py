@@ -89,15 +89,15 @@ def test_absorbed_decoding_equals_the_plain_form(options, chunks):
 
 def absorbed(monkeypatch, module, past, tokens):
     """Whether `tokens` more over a cache of `past` ran absorbed, by the width of the queries scored."""
-    widths, plain = [], Attention.score
+    widths, plain = [], Attention.core
 
-    def score(self, q, *rest):
+    def core(self, q, *rest):
         widths.append(q.shape[-1])
         return plain(self, q, *rest)
 
     cache = hl.Cache()
     with torch.no_grad(), monkeypatch.context() as patch:
-        patch.setattr(Attention, "score", score)
+        patch.setattr(Attention, "core", core)
         for size in (past, tokens):
             if size:
                 module(torch.randn(1, size, module.config.hidden_size), cache=cache)

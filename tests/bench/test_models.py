@@ -26,7 +26,7 @@ def built(device=None, **changes):
 
 def test_a_step_lowers_the_loss_and_leaves_no_gradient():
     model, ids = built(), torch.randint(37, (2, 8))
-    step = training_step(model, model, optimizer_of(model), ids, HOW)
+    step = training_step(model, optimizer=optimizer_of(model), batches=[{"input_ids": ids, "labels": ids}])
 
     def loss():
         return model(input_ids=ids, labels=ids).loss.item()
@@ -42,7 +42,8 @@ def test_bfloat16_keeps_the_weights_wide():
     model = built()
     seen = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
-    training_step(model, model, optimizer_of(model), torch.randint(37, (2, 8)), Setting(dtype="bfloat16"))()
+    batch = dict.fromkeys(("input_ids", "labels"), torch.randint(37, (2, 8)))
+    training_step(model, optimizer=optimizer_of(model), batches=[batch], dtype="bfloat16")()
     assert seen == [torch.bfloat16] and {p.dtype for p in model.parameters()} == {torch.float32}
     with pytest.raises(hl.HeadloomError, match="float32 or bfloat16, not float64"):
         steps([MHA], [SHAPE], Setting(dtype="float64"), tokens=[], batch_sizes=[1])
@@ -78,19 +79,19 @@ def test_beside_another_attention_the_originals_flops_are_not_claimed():
 
 def test_what_does_not_fit_is_left_out_and_what_fits_alone_runs_alone(monkeypatch):
     mha, iha = models._candidates([MHA, IHA], SHAPE, 8, 1, False)
-    assert mha.bytes < iha.bytes and mha.held == 16 * mha.parameters
+    assert mha.bytes("step") < iha.bytes("step") and mha.held("step") == 16 * mha.parameters
     groups = []
     real = models._timed
 
-    def watched(group, *rest):
+    def watched(group, *rest, **options):
         groups.append([candidate.label for candidate in group])
-        return real(group, *rest)
+        return real(group, *rest, **options)
 
     monkeypatch.setattr(models, "_timed", watched)
-    both = mha.held + iha.held + iha.during  # they take turns: one step at a time
-    for available in (mha.bytes, both - 1, both):
+    both = mha.held("step") + iha.bytes("step")  # they take turns: one step at a time
+    for available in (mha.bytes("step"), both - 1, both):
         rows, skipped = steps([IHA, MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], available=available)
-        if available == mha.bytes:
+        if available == mha.bytes("step"):
             assert [left["variant"] for left in skipped] == ["iha"]
             assert [(row["ratio"], row["ratio_to"]) for row in rows] == [(None, "iha")]
             assert skipped[0]["reason"] == "needs 0.0 GiB, 0.0 available"
@@ -112,7 +113,7 @@ def test_what_is_said_to_be_needed_is_enough_and_not_twice_too_much(batch):
     sizes = {"hidden_size": 64, "vocab_size": 101, "intermediate_size": 160}
     model, ids = built(**sizes), torch.randint(101, (batch, 64))
     parameters = sum(p.numel() for p in model.parameters())
-    step = training_step(model, model, optimizer_of(model), ids, HOW)
+    step = training_step(model, optimizer=optimizer_of(model), batches=[{"input_ids": ids, "labels": ids}])
     step()  # makes the moments
     taken = 12 * parameters + peak_bytes(step)
     said = 16 * parameters + batch * saved_bytes(built("meta", **sizes), 64)
@@ -123,3 +124,46 @@ def test_compiled_steps():
     rows, _ = steps([MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], compile="eager")
     assert [row["compiled"] for row in rows] == [False, True]
     assert rows[1]["compile_seconds"] > 0 and "graph_breaks" in rows[1]
+
+
+def test_both_passes_alone_need_half_the_memory_and_leave_the_weights(monkeypatch):
+    (mha,) = models._candidates([MHA], SHAPE, 8, 1, False)
+    assert mha.bytes("backward") == 8 * mha.parameters + mha.saved < mha.bytes("step")
+    rows, skipped = steps(
+        [MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], modes=["backward", "step"], available=mha.bytes("backward")
+    )
+    assert [row["mode"] for row in rows] == ["backward"] and [left["mode"] for left in skipped] == ["step"]
+    assert rows[0]["flops_exact"] == 3 * model_flops(built("meta"), 8, "exact")
+    model, ids = built(), torch.randint(37, (2, 8))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    grads = []
+    model.lm_head.weight.register_hook(lambda grad: grads.append(grad.abs().sum()))
+    training_step(model, optimizer=None, batches=[{"input_ids": ids, "labels": ids}])()
+    assert len(grads) == 1 and grads[0] > 0 and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_training_loops_take_turns(monkeypatch):
+    """Ours in the loop of `headloom train`, the transformers' own model in their Trainer."""
+    from headloom.train.pace import Pace
+
+    ran = []
+
+    def loop(name, *seconds):
+        times = iter(seconds)
+        return lambda self, model: ran.append((name, type(model).__name__, self.run.batch_size)) or next(times)
+
+    monkeypatch.setattr(Pace, "ours", loop("ours", 2.0, 4.0))
+    monkeypatch.setattr(Pace, "theirs", loop("theirs", 1.0, 4.0))
+    rows, _ = steps([MHA], [SHAPE], HOW, tokens=[], batch_sizes=[3], modes=["train"], original=True)
+    turn = [("ours", "HeadloomLlamaForCausalLM", 3), ("theirs", "LlamaForCausalLM", 3)]
+    assert ran == turn * 2
+    assert [row["seconds"]["median"] for row in rows] == [3.0, 2.5] and rows[1]["ratio"]["median"] == 0.75
+    assert rows[0]["tokens_per_second"] == 8.0 and [row["mode"] for row in rows] == ["train"] * 2
+
+
+def test_modes_that_are_not():
+    with pytest.raises(hl.HeadloomError, match=r"unknown mode 'forward'.*Known: backward, step, train"):
+        steps([MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], modes=["forward"])
+    with pytest.raises(hl.HeadloomError, match="compile goes with backward and step"):
+        steps([MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1], modes=["train"], compile="eager")

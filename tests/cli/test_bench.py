@@ -36,7 +36,7 @@ def call(*arguments):
 @pytest.fixture(scope="module")
 def speed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "out"
-    arguments = ["--variants", "mha,iha:pseudo_heads=2", *TINY, "--modes", "forward,step", "--against-hf"]
+    arguments = ["--variants", "mha,iha:pseudo_heads=2", *TINY, "--modes", "forward,step,train", "--against-hf"]
     return call("speed", *arguments, "--out", str(folder), "--json"), folder
 
 
@@ -55,9 +55,12 @@ def test_speed_as_json(speed):
         ("mha", "step"),
         ("iha", "step"),
         ("LlamaForCausalLM", "step"),
+        ("mha", "train"),
+        ("iha", "train"),
+        ("LlamaForCausalLM", "train"),
     ]
     assert result["threads"] == 1 and result["peak"]["flops_per_second"] > 0
-    assert "forward, 8 tokens x 1" in done.stderr and "training step, tiny" in done.stderr
+    assert "forward, 8 tokens x 1" in done.stderr and "step of a model, tiny" in done.stderr
 
 
 def test_what_is_written(speed):
@@ -85,15 +88,24 @@ def test_memory_and_decode_for_people():
     assert lines[4].rstrip().endswith("2.0 KiB") and lines[3].rstrip().endswith("1.0 KiB")
 
 
+def test_the_scores_alone_for_people():
+    variants = "mha,hybrid:window=4"
+    done = call("speed", "--part", "scores", "--modes", "backward", "--variants", variants, *TINY, "--markdown")
+    assert done.exit_code == 0, done.output
+    heading, _, mha, hybrid = done.stdout.splitlines()[:4]
+    assert "| a layer's scores | times mha |" in heading
+    assert "| 1.00 (1.00-1.00) |" in mha and hybrid.startswith("| hybrid | backward | 8 | 1 |")
+
+
 def test_models_and_what_is_left_out(monkeypatch):
     monkeypatch.setattr("headloom.bench.models._free", lambda setting: 2**30)
     done = call(
         "models", "--sizes", "tiny,350M", "--variants", "mha", "--tokens", "8", "--batch-size", "1", "--repeats", "1"
     )
     assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[1].split()[:3] == ["mha", "tiny", "8"]
+    assert done.stdout.splitlines()[1].split()[:4] == ["mha", "step", "tiny", "8"]
     (left,) = [line for line in done.stdout.splitlines() if line.startswith("left out")]
-    assert left.startswith("left out: mha, 350M, 8 tokens x 1: needs 5.") and left.endswith(" GiB, 0.9 available")
+    assert left.startswith("left out: mha, step, 350M, 8 tokens x 1: needs 5.") and left.endswith(" GiB, 0.9 available")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +117,9 @@ def test_models_and_what_is_left_out(monkeypatch):
         (["speed", "--modes", "backwards"], "unknown mode 'backwards'. Did you mean 'backward'?"),
         (["speed", "--modes", "step", "--against", "a:B"], "add one to --modes"),
         (["speed", "--against-hf"], "add --modes step"),
+        (["speed", "--part", "score"], "unknown part 'score'. Did you mean 'scores'?"),
+        (["speed", "--part", "scores", "--modes", "forward,step"], "leave the others out of --modes"),
+        (["speed", "--part", "scores", "--against-plain"], "have no other form"),
         (["speed", "--against", "no.where:Module", "--variants", "mha"], "'no.where' cannot be imported"),
         (["speed", "--tokens", "many"], "--tokens must be whole numbers with commas between"),
         (["speed", "--device", "cuda"], "torch sees none"),
@@ -114,6 +129,7 @@ def test_models_and_what_is_left_out(monkeypatch):
         (["memory", "--dtype", "int8"], "dtype must be one of"),
         (["decode", "--contexts", "0"], "contexts must be at least 1"),
         (["models", "--sizes", "125m"], "unknown size '125m'"),
+        (["models", "--modes", "stepp"], "unknown mode 'stepp'. Did you mean 'step'?"),
         (["models", "--sizes", "tiny", "--dtype", "float64"], "float32 or bfloat16"),
     ],
 )
