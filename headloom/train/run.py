@@ -130,7 +130,7 @@ def train(
         RunError: loss or gradient is not finite; the folder then holds failure.json and all metrics up to that step.
     """
     folder, run = Path(folder), resolve(run, data, tokenizer)
-    tracking.check(track)
+    tracking.check(track, folder)
     writes = writes_records()
     with _isolated(run):
         model = make_model(run, tokenizer)
@@ -176,6 +176,7 @@ def train(
                     )
                 place = str(folder / checkpoints.FOLDER)
                 trainer = RunTrainer(run, model, rows, groups=groups, callbacks=callbacks, folder=place, track=track)
+                recorder.tell = trainer.log if track else None
                 trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         except RunError as error:
             if writes:

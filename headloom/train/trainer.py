@@ -189,6 +189,7 @@ class Recorder(TrainerCallback):
         self.train_loss = before[-1]["loss"] if before else math.nan
         self.eval_seconds = 0.0
         self.final: BitsPerByte | None = None
+        self.tell: Callable[[dict[str, float]], None] | None = None  # what validations are told to besides
         self._mark = 0.0
         self._tokens_a_step = run.batch_size * (run.tokens - 1)
 
@@ -259,6 +260,8 @@ class Recorder(TrainerCallback):
                 f"Use a lower learning rate (below {self.run.learning_rate:g}) or a longer warm-up."
             )
         bits, loss = measured.bits_per_byte, measured.nll_per_token
+        if self.tell is not None:
+            self.tell({"eval_bits_per_byte": bits, "eval_loss": loss})
         self._write("eval", step, seconds, bits_per_byte=bits, validation_loss=loss)
         self.final = measured
 
