@@ -6,11 +6,14 @@ import signal
 import threading
 import time
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from headloom.core.errors import HeadloomError
+from headloom.lab.engines import Listener
 from headloom.lab.engines import cluster as engines
 from headloom.lab.progress import Progress
 from headloom.lab.study import Engine, Study
@@ -102,22 +105,13 @@ def test_a_killed_worker_costs_a_retry_and_the_numbers_are_the_same(cluster, tex
     assert [told.steps[number][-1] for number in (1, 2, 3, 4)] == [150] * 4
     assert told.ended.keys() == told.begun.keys() == {1, 2, 3, 4}
 
-    slow, told = {**study, "steps": 5000}, Told()
-    engine = {"name": "ray", "timeout": 1.5}
-    late = Study(**slow, engine=engine).run(tmp_path / "late", report=False, progress=told)
+    slow = {**study, "steps": 5000}
+    late = Study(**slow, engine={"name": "ray", "timeout": 0.5}).run(tmp_path / "late", report=False)
     assert [run["reason"].split(" after")[0] for run in late.failed] == ["timed out"] * 4
-    assert all(steps == sorted(set(steps)) for steps in told.steps.values())
-    assert any(len(steps) > 1 for steps in told.steps.values())  # seen while they went on, not only at their end
 
 
-HANGS = """
-import time
-time.sleep(600)
-"""
-
-
-def test_a_run_that_hangs_is_killed(cluster, tmp_path, monkeypatch):
-    (tmp_path / "hangs.py").write_text(HANGS)
+def test_a_run_that_hangs_is_seen_and_killed(cluster, tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(engines, "GRACE_SECONDS", 0.3)
     bundle = Bundle(None, None, None, (Foreign("hangs_at_once", "None", str(tmp_path / "hangs.py")),))
     run = Job("stuck", "train", str(tmp_path / "r"), {"run": {"device": "cpu"}})
@@ -126,6 +120,42 @@ def test_a_run_that_hangs_is_killed(cluster, tmp_path, monkeypatch):
         pytest.raises(Failed, match=r"stuck: timed out after \d+ s \(engine.timeout\)"),
     ):
         engine.one(run)
+
+
+def test_steps_are_told_while_a_run_goes_on_and_heard_once(tmp_path, monkeypatch):
+    said, heard = [], []
+    board = SimpleNamespace(tell=SimpleNamespace(remote=lambda name, words: said.append((name, *words))))
+
+    def work(job, bundle, on_step):
+        for step in (1, 2, 3):
+            on_step(step, 5.0 - step)
+        Path(job.folder, "tracking").mkdir(parents=True)
+        Path(job.folder, "tracking", "events").write_bytes(b"e")
+        Path(job.folder, "checkpoints").mkdir()
+        Path(job.folder, "checkpoints", "weights").write_bytes(b"w")
+        return {"bits_per_byte": 2.0}
+
+    monkeypatch.setattr(engines, "work", work)
+    job = Job("a run", "train", str(tmp_path / "r"), {})
+    result, reason, left, last = engines.train_on_worker(job, None, board, None)
+    assert (result, reason, left) == ({"bits_per_byte": 2.0}, None, {"tracking/events": b"e"})
+    attempt = last[0]
+    assert [words[2] for words in said] == [0, 1] and last == (attempt, 3, 2.0)  # not every step, but the first at once
+    monkeypatch.setattr(engines, "LOOK_SECONDS", -1.0)
+    engines.train_on_worker(job, None, board, None)
+    assert [words[2] for words in said[2:]] == [0, 1, 2, 3] and said[2][1] != attempt
+
+    listener = Listener()
+    monkeypatch.setattr(listener, "started", lambda job: heard.append("started"))
+    monkeypatch.setattr(listener, "step", lambda job, step, loss: heard.append(step))
+    seen = engines._Seen(job)
+    assert not seen.is_late(1e-9)  # it waits for a machine
+    for words in (("a", 0, math.nan), ("a", 2, 4.0), ("a", 2, 4.0), ("a", 1, 4.5), ("b", 0, math.nan), ("b", 1, 4.5)):
+        seen.hear(words, listener)
+    assert heard == ["started", 2, "started", 1]
+    assert not seen.is_late(60.0) and not seen.is_late(None)
+    monkeypatch.setattr(engines, "GRACE_SECONDS", 0.0)
+    assert seen.is_late(1e-9) and not seen.is_late(1e-9)  # said once
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
