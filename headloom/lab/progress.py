@@ -26,6 +26,9 @@ class Progress:
     def start(self, runs: int, steps: int, done: int) -> None:
         """`runs` runs, `done` of them kept from before; the others take `steps` steps together."""
 
+    def more(self, runs: int, steps: int) -> None:
+        """So many runs and steps come on top of those of `start`."""
+
     def run(self, name: str, number: int) -> None:
         """Run `number` (from 1) begins."""
 
@@ -60,7 +63,7 @@ class Bar(Progress):
             disable=not self._live,
         )
         self._task = self._bar.add_task("preparing", total=None)
-        self._runs = 0
+        self._runs = self._steps = 0
         self._names: dict[int, str] = {}
         self._made: dict[int, int] = {}
 
@@ -82,11 +85,15 @@ class Bar(Progress):
             self.note(text)
 
     def start(self, runs: int, steps: int, done: int) -> None:
-        self._runs = runs
+        self._runs, self._steps = runs, steps
         # A new task, so that the time left is reckoned from the runs alone.
         self._bar.remove_task(self._task)
         self._task = self._bar.add_task("training", total=steps)
         self._made = {}
+
+    def more(self, runs: int, steps: int) -> None:
+        self._runs, self._steps = self._runs + runs, self._steps + steps
+        self._bar.update(self._task, total=self._steps)
 
     def run(self, name: str, number: int) -> None:
         self._names[number] = f"{number}/{self._runs} {name}"

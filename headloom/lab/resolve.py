@@ -55,6 +55,7 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
             seeds=seeds,
             grid_seeds=min(study.grid_seeds or len(seeds), len(seeds)),
             learning_rates=tuple(sorted(rates)),
+            extend_grid=study.extend_grid,
             data=study.data,
             tokenizer=study.tokenizer,
             validation_bytes=study.validation_bytes or size.validation_bytes,
@@ -68,6 +69,8 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
         raise HeadloomError(one_line(error)) from None
     if len(set(rates)) < len(rates):
         raise HeadloomError(f"learning_rates {list(rates)} holds one twice: give each once")
+    if spec.extend_grid and not spec.has_grid:
+        raise HeadloomError("extend_grid goes on beyond a grid, and there is one rate: give two learning_rates or more")
     check_budgets(spec)
     return spec
 

@@ -62,14 +62,27 @@ def read_run(spec: StudySpec, folder: Path, label: str, seed: int, learning_rate
 
 
 def read_runs(spec: StudySpec, folder: Path) -> list[dict[str, Any]]:
-    """The state of every run, seed by seed: of the grid, and at the rate that was chosen; `chosen` says which are."""
+    """The state of every run, seed by seed: of the grid, beyond its edges, and at the rate that was chosen; `chosen`
+    says which are.
+
+    Nothing else decides which runs a study has: what lies beyond an edge follows from what the runs before it recorded,
+    so a study that is stopped and goes on makes the same ones.
+    """
     known = {
         (variant.label, rate, seed): read_run(spec, folder, variant.label, seed, rate)
         for seed in spec.seeds[: spec.grid_seeds]
         for variant in spec.variants
         for rate in spec.learning_rates
     }
-    chosen = {variant.label: best_rate(spec, variant.label, known) for variant in spec.variants}
+    chosen = {}
+    for variant in spec.variants:
+        label, rates = variant.label, list(spec.learning_rates)
+        chosen[label] = best_rate(spec, label, rates, known)
+        while (beyond := rate_beyond(spec, rates, chosen[label])) is not None:
+            rates = sorted([*rates, beyond])
+            for seed in spec.seeds[: spec.grid_seeds]:
+                known[label, beyond, seed] = read_run(spec, folder, label, seed, beyond)
+            chosen[label] = best_rate(spec, label, rates, known)
     for seed in spec.seeds[spec.grid_seeds :]:
         for variant in spec.variants:
             rate = chosen[variant.label]
@@ -79,8 +92,26 @@ def read_runs(spec: StudySpec, folder: Path) -> list[dict[str, Any]]:
     return [{**run, "chosen": run["learning_rate"] == chosen[run["variant"]]} for run in known.values()]
 
 
-def best_rate(spec: StudySpec, label: str, runs: Mapping[tuple[str, float, int], Mapping[str, Any]]) -> float | None:
-    """The learning rate with the fewest bits per byte on the selection split, over the seeds of the grid.
+def rate_beyond(spec: StudySpec, rates: Sequence[float], best: float | None) -> float | None:
+    """The rate to try next: beyond the edge at which the best of `rates` (ascending) lies, as far from it as its
+    neighbour on the other side. None where the best is inside, or not known yet, or enough have been added.
+    """
+    added = len(rates) - len(spec.learning_rates)
+    if best not in (rates[0], rates[-1]) or added >= spec.extend_grid:
+        return None
+    neighbour = rates[1] if best == rates[0] else rates[-2]
+    return float(f"{best * best / neighbour:.6g}")  # as it stands in the run's folder
+
+
+def is_beyond(spec: StudySpec, seed: int, rate: float) -> bool:
+    """Whether this is a run of the grid at a rate that was added to it."""
+    return rate not in spec.learning_rates and seed in spec.seeds[: spec.grid_seeds]
+
+
+def best_rate(
+    spec: StudySpec, label: str, rates: Sequence[float], runs: Mapping[tuple[str, float, int], Mapping[str, Any]]
+) -> float | None:
+    """Of `rates`, the learning rate with the fewest bits per byte on the selection split, over the seeds of the grid.
 
     None while runs of the grid are missing. A rate at which a seed failed counts only when all of them have failures.
     """
@@ -88,7 +119,7 @@ def best_rate(spec: StudySpec, label: str, runs: Mapping[tuple[str, float, int],
         return spec.learning_rates[0]
     seeds = spec.seeds[: spec.grid_seeds]
     scores: list[tuple[int, float, float]] = []
-    for rate in spec.learning_rates:
+    for rate in rates:
         mine = [runs[label, rate, seed] for seed in seeds]
         if any(run["status"] == "waiting" for run in mine):
             return None
@@ -157,7 +188,8 @@ def _variant(
     label, other = variant.label, variant.against or variant.label
     mine = [run for run in runs if run["variant"] == label]
     chosen = next((run["learning_rate"] for run in mine if run["chosen"]), None)
-    rates = spec.learning_rates
+    seeds = spec.seeds[: spec.grid_seeds]
+    rates = sorted({run["learning_rate"] for run in mine if run["seed"] in seeds})
     step = timing[label]["median"] if label in timing else None
     difference = compared.get((label, other))
     return {
@@ -172,7 +204,8 @@ def _variant(
         "step_time": dict(timing[label]) if label in timing else None,
         "step_ratio": _ratio(timing, label, other),
         "learning_rate": chosen,
-        "grid": [_grid_point(rate, mine, spec.seeds[: spec.grid_seeds]) for rate in rates] if spec.has_grid else [],
+        "grid": [_grid_point(rate, mine, seeds) for rate in rates] if spec.has_grid else [],
+        "grid_added": len(rates) - len(spec.learning_rates),
         "grid_edge": spec.has_grid and chosen in (rates[0], rates[-1]),
         "bits_per_byte": {
             **spread(list(quality[label].values())).to_dict(),
@@ -261,9 +294,10 @@ def _warnings(variants: Sequence[Mapping[str, Any]]) -> list[str]:
         if variant["grid_edge"]:
             rates = [point["learning_rate"] for point in variant["grid"]]
             end = "lowest" if variant["learning_rate"] == rates[0] else "highest"
+            end += " of its grid" + f" after {variant['grid_added']} more were tried" * bool(variant["grid_added"])
             found.append(
-                f"{variant['label']}'s best learning rate, {variant['learning_rate']:g}, is the {end} of its grid: a "
-                "better one may lie beyond it, so give a wider grid before trusting its place."
+                f"{variant['label']}'s best learning rate, {variant['learning_rate']:g}, is the {end}: a better one "
+                "may lie beyond it, so give a wider grid before trusting its place."
             )
         if variant["difference"] is not None and 0 < variant["difference"]["n"] < 3:
             found.append(f"{variant['label']} is compared over {variant['difference']['n']} seeds: three are usual.")

@@ -27,7 +27,7 @@ from headloom.lab.engines import Engine, Listener, open_engine
 from headloom.lab.folder import locked, read_json, write_json, write_text
 from headloom.lab.plan import Plan
 from headloom.lab.progress import Progress
-from headloom.lab.results import folder_of, read_run, read_runs, summarise, write_results
+from headloom.lab.results import folder_of, is_beyond, read_run, read_runs, summarise, write_results
 from headloom.lab.spec import Shape, StudySpec
 from headloom.lab.study import Study
 from headloom.lab.timing import match_time
@@ -146,10 +146,11 @@ class Runner(Listener):
         return engine.one(Job("step times", "time", None, {"runs": runs}))
 
     def _runs(self, engine: Engine) -> None:
-        """The runs that are missing; where there is a grid, those at the chosen rates once it is complete."""
-        again = True
+        """The runs that are missing; where there is a grid, those beyond its edges and at the chosen rates as soon as
+        what they follow from is complete."""
+        spec, again = self.spec, True
         while again:
-            keys = [(run["variant"], run["seed"], run["learning_rate"]) for run in read_runs(self.spec, self.folder)]
+            keys = [(run["variant"], run["seed"], run["learning_rate"]) for run in read_runs(spec, self.folder)]
             first = not self._numbers
             jobs = {key: self._job(*key) for key in keys}
             for job in jobs.values():
@@ -159,11 +160,14 @@ class Runner(Listener):
             if first:
                 self._tried: set[str] = set()
                 self._announce(keys, waiting)
+            else:
+                added = [job for (_, seed, rate), job in jobs.items() if job in waiting and is_beyond(spec, seed, rate)]
+                self.progress.more(len(added), sum(job.settings["run"]["steps"] for job in added))
             self._tried |= {job.name for job in waiting}
             for job in waiting:
                 self._forget_failure(job)
             engine.run(waiting, self)
-            again = bool(waiting) and self.spec.has_grid and self.spec.grid_seeds < len(self.spec.seeds)
+            again = bool(waiting) and spec.has_grid and (spec.grid_seeds < len(spec.seeds) or spec.extend_grid > 0)
 
     def _announce(self, keys: Sequence[tuple[str, int, float]], waiting: Sequence[Job]) -> None:
         spec, known = self.spec, {(label, seed) for label, seed, _ in keys}
@@ -315,9 +319,10 @@ def training_text(plan: Plan) -> str:
     shape = plan.shapes[spec.reference]
     run = plan.run(spec.reference, spec.seeds[0])
     rates = ", ".join(f"{rate:g}" for rate in spec.learning_rates)
+    beyond = f" (and at most {spec.extend_grid} beyond, where the best lies at an edge)" if spec.extend_grid else ""
     tuned = (
-        f"the best of the peak learning rates {rates} for each variant, chosen over {spec.grid_seeds} seeds on a text "
-        "that is not reported"
+        f"the best of the peak learning rates {rates}{beyond} for each variant, chosen over {spec.grid_seeds} seeds on "
+        "a text that is not reported"
         if spec.has_grid
         else f"peak learning rate {rates} for every variant (not tuned)"
     )

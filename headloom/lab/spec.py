@@ -119,6 +119,7 @@ class StudySpec(_Strict):
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(min_length=1)
     grid_seeds: Count
     learning_rates: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(min_length=1)
+    extend_grid: int = Field(default=0, ge=0)
     data: str = Field(min_length=1)
     tokenizer: str = Field(min_length=1)
     validation_bytes: Count

@@ -10,7 +10,7 @@ from headloom.core.errors import HeadloomError, near
 from headloom.lab.fairness import differences
 from headloom.lab.folder import is_locked, read_json
 from headloom.lab.resolve import resolve
-from headloom.lab.results import read_runs
+from headloom.lab.results import is_beyond, read_runs
 from headloom.lab.spec import StudySpec
 from headloom.lab.study import Study
 
@@ -21,6 +21,7 @@ def study_status(folder: Path) -> dict[str, Any]:
     spec = _spec(study)
     runs = read_runs(spec, folder)
     total = len(spec.variants) * (len(spec.learning_rates) * spec.grid_seeds + len(spec.seeds) - spec.grid_seeds)
+    total += sum(is_beyond(spec, run["seed"], run["learning_rate"]) for run in runs)  # as far as they are decided on
     counts = Counter(run["status"] for run in runs)
     counts["waiting"] = total - counts["finished"] - counts["failed"]  # those at rates not chosen yet too
     return {

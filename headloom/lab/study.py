@@ -114,8 +114,9 @@ class Study(_Written):
     and the knobs. groups: settings of axes; every variant is run in each and compared within it. reference: the label
     the others are compared with. seeds: how many, or which. statistics: false lets one seed do. learning_rates: the
     grid; the best per variant is chosen on a text that is not reported. grid_seeds: how many seeds the grid is run with
-    (None: all); the others run at the chosen rate. sizes: size -> keys of this study that are different there;
-    from_yaml takes the block of its size and drops the others.
+    (None: all); the others run at the chosen rate. extend_grid: how many more rates a variant may try, each the next
+    (in the same ratio) beyond the edge of the grid at which its best lies. sizes: size -> keys of this study that are
+    different there; from_yaml takes the block of its size and drops the others.
     """
 
     name: Text = "study"
@@ -138,6 +139,7 @@ class Study(_Written):
     statistics: Flag = True
     learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1)] | None = None
     grid_seeds: Int | None = None
+    extend_grid: Annotated[int, Strict(), Field(ge=0, le=10)] = 0
     validation_bytes: Int | None = None
     selection_bytes: Int | None = None
     threads: Int | None = None

@@ -36,6 +36,7 @@ def learning_rates(study: Study) -> Section | None:
                 )
     if not rows:
         return None
+    added = any(variant.get("grid_added") for variant in study.results["variants"])
     edge = [variant for variant in study.results["variants"] if variant.get("grid_edge")]
     return Section(
         name="learning-rates",
@@ -43,6 +44,7 @@ def learning_rates(study: Study) -> Section | None:
         caption=(
             "Bits per byte on the selection split, which is not the reported one: mean over seeds, the bar is one "
             "standard deviation to either side. The ring marks the rate whose runs are reported"
+            + ("; a variant whose best lay at the grid's edge was tried beyond it" * added)
             + ("; a cross at the top marks a rate at which runs failed." if failed else ".")
         ),
         panels=(Panel("learning-rates", "", _panel(study, rows, failed)),),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from headloom.train import sharding
 from headloom.train.records import Metrics, read_json, write_json
 
 FOLDER, MARKER = "checkpoints", "complete.json"
@@ -26,11 +27,13 @@ FOLDER, MARKER = "checkpoints", "complete.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: where it is, after which step, and how often each score path had run by then."""
+    """A complete checkpoint: where it is, after which step, how often each score path had run by then, and whether
+    FSDP wrote it, in files of its own kind."""
 
     path: Path
     step: int
     score_paths: Mapping[str, int]
+    sharded: bool
 
 
 def latest(folder: Path) -> Checkpoint | None:
@@ -39,7 +42,7 @@ def latest(folder: Path) -> Checkpoint | None:
     for path in (folder / FOLDER).glob("step-*"):
         mark = read_json(path / MARKER)
         if mark is not None:
-            found.append(Checkpoint(path, int(mark["step"]), mark["score_paths"]))
+            found.append(Checkpoint(path, int(mark["step"]), mark["score_paths"], mark.get("sharded", False)))
     return max(found, key=lambda checkpoint: checkpoint.step, default=None)
 
 
@@ -90,7 +93,8 @@ class Checkpoints(TrainerCallback):
             self._metrics.sync()
             written = self._folder / f"checkpoint-{state.global_step}"
             sync_tree(written)
-            write_json(written / MARKER, {"step": state.global_step, "score_paths": dict(self._paths)})
+            mark = {"step": state.global_step, "score_paths": dict(self._paths), "sharded": sharding.asked_for()}
+            write_json(written / MARKER, mark)
             sealed = self._folder / f"step-{state.global_step}"
             written.rename(sealed)
             sync(self._folder)

@@ -187,9 +187,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine(accelerator: str | None = None) -> dict[str, str | int | float]:
-    """Processor, cores, memory in GiB, operating system, the accelerator if one was used, and how many processes share
-    the work if several do."""
+def machine(accelerator: str | None = None, *, sharded: bool = False) -> dict[str, str | int | float]:
+    """Processor, cores, memory in GiB, operating system, the accelerator if one was used, how many processes share
+    the work if several do, and whether they share the weights too."""
     about: dict[str, str | int | float] = {
         "processor": _processor(),
         "architecture": platform.machine(),
@@ -199,6 +199,8 @@ def machine(accelerator: str | None = None) -> dict[str, str | int | float]:
     }
     if world_size() > 1:
         about["processes"] = world_size()
+    if sharded:
+        about["sharding"] = "FSDP"
     if accelerator:
         about["accelerator"] = accelerator
     return about

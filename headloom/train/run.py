@@ -21,7 +21,7 @@ from headloom.core.errors import HeadloomError, RunError
 from headloom.data.packing import TokenData, TokenStream, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
 from headloom.ops import scores
-from headloom.train import checkpoints, records, tracking
+from headloom.train import checkpoints, records, sharding, tracking
 from headloom.train.config import Recipe, RunConfig
 from headloom.train.records import Metrics, RunResult, write_json
 from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
@@ -132,12 +132,19 @@ def train(
         RunError: loss or gradient is not finite; the folder then holds failure.json and all metrics up to that step.
     """
     folder, run = Path(folder), resolve(run, data, tokenizer)
-    tracking.check(track)
+    tracking.check(track, folder)
     writes = writes_records()
     with isolated(run):
         model = make_model(run, tokenizer)
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
-        checkpoint, before = _open(folder, run) if writes else (checkpoints.latest(folder), [])
+        if writes:
+            _open(folder, run)
+        checkpoint, before = _made_before(folder)
+        if checkpoint is not None and checkpoint.sharded != sharding.asked_for():
+            raise HeadloomError(
+                f"'{folder}' holds a checkpoint {'of' if checkpoint.sharded else 'without'} FSDP: go on as the run was "
+                f"launched before, or remove {folder / checkpoints.FOLDER} to start afresh"
+            )
         metrics = Metrics(folder / records.METRICS, before) if writes else None
         evaluate = partial(
             bits_per_byte,
@@ -171,6 +178,7 @@ def train(
                     )
                 place = str(folder / checkpoints.FOLDER)
                 trainer = RunTrainer(run, model, rows, groups=groups, callbacks=callbacks, folder=place, track=track)
+                recorder.tell = trainer.log if track else None
                 trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         except RunError as error:
             if writes:
@@ -185,7 +193,8 @@ def train(
         result = _result(run, data, recorder, model, trainer, dict(paths), chosen_by, checksum(weights))
         if writes:
             if save_model:
-                _save(trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False), tokenizer, folder / "model")
+                whole = trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+                _save(whole, weights, tokenizer, folder / "model")
             save_mixes(folder / records.MIXES, mixing_weights(model), weights)
             write_json(folder / records.RESULT, result.to_dict())
             checkpoints.remove_all(folder)
@@ -197,16 +206,24 @@ def writes_records() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _open(folder: Path, run: Recipe) -> tuple[checkpoints.Checkpoint | None, list[dict[str, Any]]]:
-    """The checkpoint to go on from, and the records up to it."""
+def _open(folder: Path, run: Recipe) -> None:
+    """Make the folder ready; what a run cannot go on from is removed."""
     records.open_folder(folder, run.to_dict())
     checkpoints.remove_incomplete(folder)
+    if _made_before(folder)[0] is None:
+        checkpoints.remove_all(folder)
+
+
+def _made_before(folder: Path) -> tuple[checkpoints.Checkpoint | None, list[dict[str, Any]]]:
+    """The checkpoint to go on from and the records up to it; a checkpoint without all of them is none.
+
+    Every process of a run reads this for itself, and the first one changes nothing that would have another answer.
+    """
     checkpoint = checkpoints.latest(folder)
     if checkpoint is not None:
         before = [record for record in records.read_metrics(folder) if record["step"] <= checkpoint.step]
         if [r["step"] for r in before if r["kind"] == "train"] == list(range(1, checkpoint.step + 1)):
             return checkpoint, before
-    checkpoints.remove_all(folder)
     return None, []
 
 
@@ -256,15 +273,19 @@ def _result(
         score_paths=paths,
         fingerprint=data.fingerprint,
         versions=records.versions(),
-        machine=records.machine(torch.cuda.get_device_name() if run.device == "cuda" else None),
+        machine=records.machine(
+            torch.cuda.get_device_name() if run.device == "cuda" else None, sharded=trainer.is_fsdp_enabled
+        ),
     )
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def _save(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # the caller has on_progress
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=dict(weights))  # which it empties
         tokenizer.save_pretrained(folder)
     finally:
         if shown:

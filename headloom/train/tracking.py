@@ -1,15 +1,18 @@
 """Following a run while it goes on, by the Trainer's own integrations: off unless asked for, and nothing is sent away.
 
-tensorboard: event files in the run's folder.   trackio: its local database.   wandb: offline, in the run's folder.
+All three write into tracking/ of the run's folder: tensorboard event files, trackio its database (one run in it), wandb
+an offline run, which `wandb sync` would send.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from headloom.core.errors import HeadloomError, unknown
 
@@ -17,30 +20,74 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 FOLDER = "tracking"
 
 
-def check(track: str | None) -> None:
-    """Refuse an unknown tracker, or one that is not installed."""
+def check(track: str | None, folder: Path) -> None:
+    """Refuse an unknown tracker, one that is not installed, or one that would write elsewhere."""
     if track is None:
         return
     if track not in TRACKERS:
         raise unknown("tracker", track, TRACKERS)
     if importlib.util.find_spec(track) is None:
         raise HeadloomError(f"--track {track} needs the package '{track}', which is not installed: pip install {track}")
+    if track == "trackio" and "TRACKIO_DIR" not in os.environ and "trackio" in sys.modules:
+        bound = Path(sys.modules["trackio"].TRACKIO_DIR)
+        if bound != _place(folder):
+            raise HeadloomError(
+                f"trackio chose its folder when it was imported, and it is '{bound}': train this run in a process of "
+                "its own, or set TRACKIO_DIR before the first one to have all runs of a process in one place"
+            )
 
 
 @contextmanager
 def environment(track: str | None, folder: Path) -> Iterator[None]:
-    """Where the tracker writes, said in the variables it reads; those that the caller has set win."""
-    place = str(folder / FOLDER)
+    """Where the tracker writes, said in the variables it reads; those that the caller has set win.
+
+    What the tracker began is finished here, also where the run fails: its process may end without another word.
+    """
+    place = str(_place(folder))
     wanted = {
         "tensorboard": {"TENSORBOARD_LOGGING_DIR": place},
-        "wandb": {"WANDB_MODE": "offline", "WANDB_DIR": place, "WANDB_PROJECT": "headloom"},
+        "trackio": {"TRACKIO_DIR": place},
+        "wandb": {
+            "WANDB_MODE": "offline",
+            "WANDB_ERROR_REPORTING": "false",
+            "WANDB_DIR": place,
+            "WANDB_CACHE_DIR": place,
+            "WANDB_PROJECT": "headloom",
+        },
     }.get(track or "", {})
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     if added:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     os.environ.update(added)
+    before, status = _open_run(track), 1
     try:
         yield
+        status = 0
     finally:
+        if before is None and _open_run(track) is not None:
+            _close(str(track), status)
         for name in added:
             os.environ.pop(name, None)
+
+
+def _close(track: str, status: int) -> None:
+    tracker = sys.modules[track]
+    if track == "wandb":
+        tracker.finish(exit_code=status)
+        tracker.teardown()  # or the next run of this process would be written into this one's folder
+    else:
+        tracker.finish()
+
+
+def _place(folder: Path) -> Path:
+    return (folder / FOLDER).absolute()
+
+
+def _open_run(track: str | None) -> Any:
+    """The run that the tracker takes records for, if any."""
+    tracker = sys.modules.get(track or "")
+    if track == "wandb" and tracker is not None:
+        return tracker.run
+    if track == "trackio" and tracker is not None:
+        return tracker.context_vars.current_run.get()
+    return None

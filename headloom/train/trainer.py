@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 from headloom.core.errors import HeadloomError, RunError
 from headloom.data.packing import TrainingRows
 from headloom.evaluate.bits import BitsPerByte
+from headloom.train import sharding
 from headloom.train.config import Recipe
 from headloom.train.records import Metrics, world_size
 
@@ -104,11 +104,11 @@ class RunTrainer(Trainer):
         arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs would multiply the batch size behind our back
         super().__init__(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=callbacks)
         self.remove_callback(PrinterCallback)
-        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self.is_fsdp_enabled:
-            raise HeadloomError(
-                "FSDP was asked for, but Accelerate shards over GPUs only: launch with --multi_gpu for plain "
-                "data-parallel processes (on CPUs too), or on a machine with GPUs"
-            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's own, with FSDP2 over CPU processes where it was asked for."""
+        sharding.allow_cpus()
+        super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW over the groups of headloom.hf: mixes, norms and biases take no weight decay."""
@@ -133,11 +133,15 @@ class RunTrainer(Trainer):
         return self.lr_scheduler
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's whole state, gathered where it is spread over processes."""
+        """The model's whole state; where it is sharded over processes, gathered in the first, empty in the others."""
         assert self.model is not None
-        if self.is_fsdp_enabled:
-            return dict(self.accelerator.get_state_dict(self.model_wrapped))
-        return dict(self.model.state_dict())
+        if not self.is_fsdp_enabled:
+            return dict(self.model.state_dict())
+        gathered = dict(self.accelerator.get_state_dict(self.model_wrapped))
+        for name, source in self.accelerator.unwrap_model(self.model).all_tied_weights_keys.items():
+            if name in gathered:
+                gathered[name] = gathered[source]  # one tensor again, so that it is written once
+        return gathered
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: FLOPs are counted by headloom.bench from the built module, not estimated at every step."""
@@ -185,6 +189,7 @@ class Recorder(TrainerCallback):
         self.train_loss = before[-1]["loss"] if before else math.nan
         self.eval_seconds = 0.0
         self.final: BitsPerByte | None = None
+        self.tell: Callable[[dict[str, float]], None] | None = None  # what validations are told to besides
         self._mark = 0.0
         self._tokens_a_step = run.batch_size * (run.tokens - 1)
 
@@ -255,6 +260,8 @@ class Recorder(TrainerCallback):
                 f"Use a lower learning rate (below {self.run.learning_rate:g}) or a longer warm-up."
             )
         bits, loss = measured.bits_per_byte, measured.nll_per_token
+        if self.tell is not None:
+            self.tell({"eval_bits_per_byte": bits, "eval_loss": loss})
         self._write("eval", step, seconds, bits_per_byte=bits, validation_loss=loss)
         self.final = measured
 

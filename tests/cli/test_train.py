@@ -102,13 +102,13 @@ def test_wrong_calls(arguments, part, words, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch, tmp_path):
     from headloom.core.errors import HeadloomError
     from headloom.train import tracking
 
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HeadloomError, match="pip install wandb"):
-        tracking.check("wandb")
+        tracking.check("wandb", tmp_path)
 
 
 def test_trackers_write_into_the_runs_folder_and_send_nothing(tmp_path, monkeypatch):

@@ -1,17 +1,21 @@
 """A Ray cluster: one task for every run, retried where its worker dies, results gathered on the driver.
 
-Runs are trained in a temporary folder of their worker, without live progress; what they leave comes back with the
-result. A retried run starts afresh, which gives the same numbers. Every machine needs headloom installed.
+Runs are trained in a temporary folder of their worker; what they leave comes back with the result. While they go on
+they tell a small actor (the board) how far they are, and the driver looks there: for progress, and for runs that take
+too long, which end themselves at their next step or, where they hang, are killed. Without the board (its machine died)
+a study goes on unseen. A retried run starts afresh, which gives the same numbers. Every machine needs headloom.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -26,7 +30,10 @@ if TYPE_CHECKING:
     from headloom.lab import study
 
 Left = dict[str, bytes]
+Said = tuple[str, int, float]
 REACH_SECONDS = 5.0
+LOOK_SECONDS = 0.5
+GRACE_SECONDS = 10.0
 
 
 class RayEngine(Engine):
@@ -56,44 +63,71 @@ class RayEngine(Engine):
                 raise _unreachable(address, " ".join(str(error).split())[:300]) from None
             self._own = True
         self._held = self._ray.put(self._bundle)
+        self._board = self._ray.remote(Board).options(num_cpus=0).remote()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del self._held
+        self._ray.kill(self._board)
+        del self._held, self._board
         if self._own:
             self._ray.shutdown()
 
     def run(self, jobs: Sequence[Job], listener: Listener) -> None:
-        task = self._ray.remote(train_on_worker).options(
-            num_cpus=self._threads, num_gpus=_gpus(jobs), max_retries=self._options.retries, name="headloom run"
+        calls = int(self._options.track == "trackio")  # whose folder is its process's: then a new one for every run
+        task = self._ray.remote(max_calls=calls)(train_on_worker).options(
+            num_cpus=self._threads,
+            num_gpus=_gpus(jobs),
+            max_retries=self._options.retries,
+            name="headloom run",
         )
-        waiting = {}
-        for job in jobs:
-            waiting[task.remote(job, self._held, self._options.timeout)] = job
-            listener.started(job)
+        waiting = {task.remote(job, self._held, self._board, self._options.timeout): _Seen(job) for job in jobs}
+        said = self._board.read.remote()
         try:
             while waiting:
-                done, _ = self._ray.wait(list(waiting), num_returns=1, timeout=1.0)
+                done, _ = self._ray.wait(list(waiting), num_returns=1, timeout=LOOK_SECONDS)
                 for ref in done:
                     self._settle(waiting.pop(ref), ref, listener)
+                if self._ray.wait([said], timeout=0)[0]:
+                    self._look(said, waiting.values(), listener)
+                    said = self._board.read.remote()
+                for ref, seen in waiting.items():
+                    if seen.is_late(self._options.timeout):
+                        self._ray.cancel(ref, force=True)
         finally:
             for ref in waiting:
                 self._ray.cancel(ref, force=True)
 
-    def _settle(self, job: Job, ref: Any, listener: Listener) -> None:
+    def _look(self, ref: Any, waiting: Iterable[_Seen], listener: Listener) -> None:
+        """Pass on what the runs have said."""
         try:
-            result, reason, left = self._ray.get(ref)
-        except self._ray.exceptions.RayError as error:
-            text = " ".join(str(error).split())[:300]
-            listener.failed(job, f"its Ray task failed after {self._options.retries} retries: {text}")
+            said: dict[str, Said] = self._ray.get(ref)
+        except self._ray.exceptions.RayError:
             return
+        for seen in waiting:
+            if seen.job.name in said:
+                seen.hear(said[seen.job.name], listener)
+
+    def _settle(self, seen: _Seen, ref: Any, listener: Listener) -> None:
+        job = seen.job
+        try:
+            result, reason, left, last = self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            seen.begin(listener)
+            text = " ".join(str(error).split())[:300]
+            if seen.late:
+                listener.failed(job, f"timed out after {time.monotonic() - seen.since:.0f} s (engine.timeout)")
+            else:
+                listener.failed(job, f"its Ray task failed after {self._options.retries} retries: {text}")
+            return
+        seen.hear(last, listener)
         if job.folder is not None:
             place = Path(job.folder)
             place.mkdir(parents=True, exist_ok=True)
             # result.json comes last: where it is, the run is complete
             for name, content in sorted(left.items(), key=lambda item: item[0] == "result.json"):
+                (place / name).parent.mkdir(parents=True, exist_ok=True)
                 write_bytes(place / name, content)
         if reason is not None:
             listener.failed(job, reason)
@@ -101,23 +135,82 @@ class RayEngine(Engine):
             listener.done(job, result)
 
 
-def train_on_worker(job: Job, bundle: Bundle, timeout: float | None) -> tuple[dict[str, Any] | None, str | None, Left]:
-    """The task: (result, None, files), or (None, why it failed, files)."""
-    start = time.monotonic()
+class Board:
+    """The actor: what every run said last, and in which attempt."""
 
-    def in_time(step: int, loss: float) -> None:
-        if timeout is not None and job.kind == "train" and time.monotonic() - start > timeout:
-            raise Failed(f"timed out after {time.monotonic() - start:.0f} s (engine.timeout)")
+    def __init__(self) -> None:
+        self._said: dict[str, Said] = {}
+
+    def tell(self, name: str, said: Said) -> None:
+        self._said[name] = said
+
+    def read(self) -> dict[str, Said]:
+        return self._said
+
+
+class _Seen:
+    """What the driver knows of a job: since when this attempt goes on, and how far it is."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.since = time.monotonic()
+        self.late = False
+        self._attempt: str | None = None
+        self._step = 0
+
+    def begin(self, listener: Listener, attempt: str = "") -> None:
+        if self._attempt is None or (attempt and attempt != self._attempt):
+            self._attempt, self._step, self.since = attempt, 0, time.monotonic()
+            listener.started(self.job)
+
+    def hear(self, said: Said, listener: Listener) -> None:
+        attempt, step, loss = said
+        self.begin(listener, attempt)
+        if step > self._step:
+            self._step = step
+            listener.step(self.job, step, loss)
+
+    def is_late(self, timeout: float | None) -> bool:
+        """Whether it is to be killed, which is said once."""
+        if timeout is None or self.late or self._attempt is None or self.job.kind != "train":
+            return False
+        self.late = time.monotonic() - self.since > timeout + GRACE_SECONDS
+        return self.late
+
+
+def train_on_worker(
+    job: Job, bundle: Bundle, board: Any, timeout: float | None
+) -> tuple[dict[str, Any] | None, str | None, Left, Said]:
+    """The task: (result, None, files, last words), or (None, why it failed, files, last words)."""
+    import headloom.train.run  # noqa: F401  # seconds of imports, before the clock starts
+    from headloom.train.checkpoints import FOLDER
+
+    start, attempt = time.monotonic(), uuid.uuid4().hex
+    told, last = -math.inf, (attempt, 0, math.nan)
+    board.tell.remote(job.name, last)
+
+    def on_step(step: int, loss: float) -> None:
+        nonlocal told, last
+        last, now = (attempt, step, loss), time.monotonic()
+        if now - told > LOOK_SECONDS:
+            told = now
+            board.tell.remote(job.name, last)
+        if timeout is not None and job.kind == "train" and now - start > timeout:
+            raise Failed(f"timed out after {now - start:.0f} s (engine.timeout)")
 
     with tempfile.TemporaryDirectory(prefix="headloom-") as place:
         folder = Path(place) / "run"
         result, reason = None, None
         try:
-            result = work(dataclasses.replace(job, folder=str(folder)), bundle, in_time)
+            result = work(dataclasses.replace(job, folder=str(folder)), bundle, on_step)
         except Failed as error:
             reason = str(error)
-        left = {path.name: path.read_bytes() for path in folder.glob("*") if path.is_file()}
-        return result, reason, left
+        left = {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and not path.is_relative_to(folder / FOLDER)
+        }
+        return result, reason, left, last
 
 
 def _gpus(jobs: Sequence[Job]) -> int:
