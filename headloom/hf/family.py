@@ -66,8 +66,8 @@ class Family(abc.ABC):
 
     def as_own(self, attention: nn.Module) -> nn.Module:
         """What a grafted attention took from the family, under the family's class, by which it initialises."""
-        cls = self.attention_class()
-        own: nn.Module = cls.__new__(cls)
+        cls: Any = self.attention_class()
+        own = cls.__new__(cls)
         nn.Module.__init__(own)
         for name in self.layout.names:
             own.add_module(name, attention.get_submodule(name))
