@@ -20,7 +20,7 @@ GRAFTED, UNGRAFTED = "grafted", "ungrafted"
 def finetune(
     model: Model,
     data: Annotated[str, typer.Option(help="A text file, .jsonl, .parquet, a folder, stdlib, or a Hugging Face set.")],
-    out: Annotated[Path, typer.Option(help="A new folder, or one this very command left: finished runs are kept.")],
+    out: Annotated[Path, typer.Option(help="A new folder, or one this very command left, which goes on.")],
     to: Annotated[str | None, To] = None,
     settings: Settings = None,
     layers: Layers = None,
@@ -37,7 +37,7 @@ def finetune(
     accumulation_steps: Annotated[int, typer.Option(help="Cut a step's rows into so many passes, for memory.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after a tenth of the steps.")] = 1e-4,
     mix_learning_rate: Annotated[
-        float | None, typer.Option(help="Peak rate of the graft's mixes, few and far from zero. Default: the same.")
+        float | None, typer.Option(help="Peak rate of what the graft adds, few and far from zero. Default: the same.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each model; a seed orders the data.")] = 1,
     validation_bytes: Annotated[int, typer.Option(help="Held-out text, at most.")] = 2**16,
@@ -77,7 +77,9 @@ def finetune(
                     dtype=dtype,
                 )
         except KeyboardInterrupt:
-            typer.echo(f"stopped; finished runs are kept in {out}: the same command goes on", err=True)
+            typer.echo(
+                f"stopped; finished runs and the last checkpoint are in {out}: the same command goes on", err=True
+            )
             raise typer.Exit(INTERRUPTED) from None
         if as_json:
             print_json({"folder": str(out), **found}, stdout)

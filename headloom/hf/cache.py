@@ -241,6 +241,17 @@ def seen_as(keys: Tensor, values: Tensor, new: Seen, past: int) -> Seen:
 
 
 def _held(layer: Any) -> list[Tensor]:
-    """The keys and values in a layer, whatever its class calls them: quantized ones stand apart, beside their scale."""
-    values = [x for value in vars(layer).values() for x in (value if isinstance(value, tuple) else (value,))]
-    return [x for x in values if isinstance(x, Tensor) and x.dim() == 4]
+    """The tensors of a layer's keys and values; quantized ones are packed, beside their scales, by each package."""
+    pending = [vars(layer).get(name) for name in ("keys", "values", "_quantized_keys", "_quantized_values")]
+    found = []
+    while pending:
+        x = pending.pop()
+        if isinstance(x, tuple):
+            pending += x
+        elif isinstance(x, dict):
+            pending += x.values()
+        elif hasattr(x, "__tensor_flatten__"):
+            pending += [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        elif isinstance(x, Tensor):
+            found.append(x)
+    return found

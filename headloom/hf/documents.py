@@ -22,9 +22,10 @@ def find(kwargs: dict[str, Any], documents: Tensor | None, past: int | None) -> 
     """(document ids (B, T) or None, whether they tell documents apart); -1 = outside every document.
 
     In this order: `cu_seq_lens_q`, which also replaces a 2-D mask; `documents`; restarts of `position_ids` among real
-    tokens. `kwargs` is the model's call, whose mask this may take away. A 4-D mask says which tokens are padding only
-    to us, so ids (0 and -1) go down with it where padding's positions would look like restarts. `past`: cached tokens;
-    None, a static cache in a compiled call, leaves restarts out: such a call continues one document.
+    tokens. `kwargs` is the model's call, whose mask this may take away. A mask of pairs, given or made for a static
+    cache, does not say which tokens are padding, so ids (0 and -1) go down where padding's positions look like
+    restarts. `past`: cached tokens; None, a static cache in a compiled call, leaves restarts out: such a call continues
+    one document.
     """
     tokens = kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
@@ -45,14 +46,14 @@ def find(kwargs: dict[str, Any], documents: Tensor | None, past: int | None) -> 
     if positions is None or positions.dim() != 2 or past is None:
         return None, False
     if past:
-        _check_continues(positions, kwargs.get("attention_mask"), past)
+        _check_continues(positions, one_of(kwargs.get("attention_mask")), past)
     if T == 1:
         return None, False
-    mask = kwargs.get("attention_mask")
+    mask = one_of(kwargs.get("attention_mask"))
     real = real_tokens(mask, T, past)
     positions = positions.expand(B, -1)
     found = restarts(positions, real)
-    if found is None and real is not None and isinstance(mask, Tensor) and mask.dim() == 4:
+    if found is None and real is not None:
         return (None if restarts(positions) is None else real.long() - 1), False
     # a compiled call cannot read values: ids are always found, and whether they differ stays unknown
     return found, found is not None and not torch.compiler.is_compiling()
@@ -79,6 +80,11 @@ def from_bounds(bounds: Tensor, B: int, T: int) -> Tensor:
     place = torch.arange(B * T, device=bounds.device)
     ids = torch.bucketize(place, bounds[1:], right=True)
     return ids.masked_fill(place >= bounds[-1], -1).view(B, T)
+
+
+def one_of(mask: Any) -> Any:
+    """A mask, or any of a static cache's masks for each kind of layer: in all of them a real token sees itself."""
+    return next(iter(mask.values())) if isinstance(mask, dict) and mask else mask
 
 
 def real_tokens(mask: Any, T: int, past: int) -> Tensor | None:

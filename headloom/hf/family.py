@@ -64,6 +64,15 @@ class Family(abc.ABC):
         modelling = importlib.import_module(self.config_class().__module__.replace(".configuration_", ".modeling_"))
         return getattr(modelling, self.attention)
 
+    def as_own(self, attention: nn.Module) -> nn.Module:
+        """What a grafted attention took from the family, under the family's class, by which it initialises."""
+        cls: Any = self.attention_class()
+        own = cls.__new__(cls)
+        nn.Module.__init__(own)
+        for name in self.layout.names:
+            own.add_module(name, attention.get_submodule(name))
+        return own
+
     @functools.cache  # noqa: B019  a family is made once
     def head_classes(self) -> dict[str, type]:
         """Auto class name -> the class with that head in the family's modelling file, as transformers' Auto classes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -47,10 +48,29 @@ def mix_names(model: nn.Module) -> list[str]:
     """
     names = [
         path
-        for attention in model.modules()
-        if isinstance(attention, Attention)
-        for child in attention.simulating
-        for path, module in attention.get_submodule(child).named_modules(prefix=child)
+        for child, added in _added(model)
+        for path, module in added.named_modules(prefix=child)
         if next(module.parameters(recurse=False), None) is not None
     ]
     return list(dict.fromkeys(names))
+
+
+def mix_groups(model: nn.Module, weight_decay: float, mix_learning_rate: float) -> list[dict[str, Any]]:
+    """`parameter_groups`, and what `mix_names` names in groups of its own with that "lr"."""
+    mixes = {id(p) for _, added in _added(model) for p in added.parameters()}
+    groups = []
+    for group in parameter_groups(model, weight_decay):
+        rest = [p for p in group["params"] if id(p) not in mixes]
+        apart = [p for p in group["params"] if id(p) in mixes]
+        groups.append({**group, "params": rest})
+        if apart:
+            groups.append({**group, "params": apart, "lr": mix_learning_rate})
+    return groups
+
+
+def _added(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that mechanisms add to their attentions, by their names in these."""
+    for attention in model.modules():
+        if isinstance(attention, Attention):
+            for child in attention.simulating:
+                yield child, attention.get_submodule(child)

@@ -22,6 +22,7 @@ from headloom.ops.scores import attend
 from headloom.ops.tokens import cover, place
 
 IMPLEMENTATION = "headloom"
+WRITTEN_OUT = "headloom_written_out"
 
 # transformers' mask functions that our layers know already: causality, windows and documents are joined by themselves
 _KNOWN = (
@@ -35,11 +36,12 @@ _KNOWN = (
 
 @functools.cache
 def register() -> None:
-    """Register both functions with transformers."""
+    """Register the functions with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, attention_function)
     AttentionMaskInterface.register(IMPLEMENTATION, mask_function)
+    AttentionMaskInterface.register(WRITTEN_OUT, written_out)
 
 
 def mask_function(
@@ -59,14 +61,10 @@ def mask_function(
     """
     static = isinstance(q_offset, Tensor) or kv_length + kv_offset > q_offset + q_length
     if mask_function is not None and (static or not _is_known(mask_function, kwargs)):
-        from transformers.masking_utils import sdpa_mask
-
         given = {k: v for k, v in kwargs.items() if k in ("use_vmap", "device")}
-        dense = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=False, **given,
-        )  # fmt: skip
-        assert dense is not None
+        dense = written_out(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **given
+        )
         return Dense(dense[:, 0])
     if attention_mask is None:
         return None
@@ -78,6 +76,16 @@ def mask_function(
         )
     real = attention_mask[:, :seen].bool()
     return None if not torch.compiler.is_compiling() and bool(real.all()) else Padding(real)
+
+
+def written_out(*args: Any, **kwargs: Any) -> Tensor:
+    """transformers' own booleans (B, 1, T, keys), also where it would leave a plain causal mask to its attention: None
+    says nothing of a static cache's unwritten places."""
+    from transformers.masking_utils import sdpa_mask
+
+    dense = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    assert dense is not None
+    return dense
 
 
 def _members(function: Any) -> Iterator[Any]:
@@ -107,7 +115,7 @@ def dense_mask(config: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
     from transformers.masking_utils import create_masks_for_generate
 
     plain = copy.copy(config)
-    plain._attn_implementation_internal = "sdpa"
+    plain._attn_implementation_internal = WRITTEN_OUT
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds and not _knows_kinds(config):
         del plain.layer_types

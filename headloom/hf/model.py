@@ -67,11 +67,19 @@ class Graft:
         fresh = [a for a in self.grafted() if not all(_loaded(p) for p in a.parameters())]
         super().initialize_weights()  # type: ignore[misc]
         for attention in fresh:
+            if attention.base is self.family.layout:
+                self._init_weights(self.family.as_own(attention))  # type: ignore[attr-defined]
             kept = [(p, p.clone()) for p in attention.parameters() if _loaded(p)]
             with in_width_of(next(attention.parameters()).dtype):
                 attention.reset_heads()
             for parameter, value in kept:
                 parameter.copy_(value)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Of custom code transformers initialises no module that has no tensors of its own, such as a GPT-2 block's
+        MLP, whose family has rules for its layers. Tensors and their names are the family's here."""
+        return False
 
     # ---- files ----------------------------------------------------------------------------------------------------
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

@@ -154,7 +154,9 @@ class FineTuneConfig(Recipe):
 
     model: str = Field(min_length=1)
     graft: GraftSpec | None = None
-    mix_learning_rate: float | None = Field(default=None, gt=0, description="peak rate of mixes; None: learning_rate")
+    mix_learning_rate: float | None = Field(
+        default=None, gt=0, description="peak rate of what a graft adds; None: learning_rate"
+    )
 
 
 def _one_line(error: ValidationError, fields: Any) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from headloom import hf
@@ -27,12 +26,11 @@ from headloom.core.errors import HeadloomError
 from headloom.data import Corpus, TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
-from headloom.ops.mixing import Mix
+from headloom.hf.groups import mix_groups
 from headloom.train import records
 from headloom.train.config import FineTuneConfig, GraftSpec
 from headloom.train.records import RunResult, versions, write_json
 from headloom.train.run import resolve, train
-from headloom.train.trainer import ParameterGroups
 
 BEFORE = "before.json"
 
@@ -63,6 +61,7 @@ def finetune(
     seeds: int = 1,
     validation_bytes: int | None = 2**16,
     save_models: bool = True,
+    checkpoint_seconds: float | None = 60.0,
     progress: Progress | None = None,
     **recipe: Any,
 ) -> dict[str, Any]:
@@ -70,9 +69,11 @@ def finetune(
 
     Args:
         arms: by name, at least one; all with the first one's tokenizer.
-        out: a new folder, or one this very call left: its finished runs are kept, the others start afresh.
+        out: a new folder, or one this very call left: its finished runs are kept, and one that was stopped goes on from
+            its last checkpoint to the numbers it would have had.
         seeds: runs an arm, with seeds 0, 1, ...
         validation_bytes: of held-out text, at most (None: all of it).
+        checkpoint_seconds: training time between a run's checkpoints, 0 for one after every step, None for none.
         recipe: `tokens`, `batch_size`, `steps`, `learning_rate`, ... of `headloom.train.config.Recipe`.
     Returns:
         What result.json holds.
@@ -102,7 +103,7 @@ def finetune(
         if progress:
             progress.run("{} seed {}".format(*key), number)
         told = partial(progress.step, number) if progress else None
-        result = _train(config, data, tokenizer, out, asked, save_models, told)
+        result = _train(config, data, tokenizer, out, asked, save_models, checkpoint_seconds, told)
         if progress:
             progress.ran(number, f"{result.bits_per_byte:.4f} bits per byte after {result.train_seconds:.0f} s")
         _result(out, configs, data)
@@ -116,6 +117,7 @@ def _train(
     out: Path,
     asked: dict[str, Any],
     save_model: bool,
+    checkpoint_seconds: float | None,
     told: Callable[[int, float], None] | None,
 ) -> RunResult:
     before = out / config.name / BEFORE
@@ -140,23 +142,18 @@ def _train(
         if told:
             told(step, loss)
 
-    folder = _folder(out, config.name, config.seed)
-    return train(config, data, tokenizer, folder, step, save_model=save_model, groups=_groups(config), make_model=make)
-
-
-def _groups(config: FineTuneConfig) -> ParameterGroups:
-    """As everywhere, with mixes at a rate of their own if one was given."""
-
-    def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        found = hf.parameter_groups(model, weight_decay)
-        mixes = {id(p) for module in model.modules() if isinstance(module, Mix) for p in module.parameters()}
-        apart = [p for group in found for p in group["params"] if id(p) in mixes]
-        if config.mix_learning_rate is None or not apart:
-            return found
-        rest = [{**group, "params": [p for p in group["params"] if id(p) not in mixes]} for group in found]
-        return [*rest, {"params": apart, "weight_decay": 0.0, "lr": config.mix_learning_rate}]
-
-    return groups
+    rate = config.mix_learning_rate
+    return train(
+        config,
+        data,
+        tokenizer,
+        _folder(out, config.name, config.seed),
+        step,
+        checkpoint_seconds=checkpoint_seconds,
+        save_model=save_model,
+        groups=hf.parameter_groups if rate is None else partial(mix_groups, mix_learning_rate=rate),
+        make_model=make,
+    )
 
 
 def _about(model: PreTrainedModel, report: hf.GraftReport | None) -> dict[str, Any]:

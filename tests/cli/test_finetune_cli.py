@@ -108,6 +108,34 @@ def test_finished_runs_are_kept(tuned, tune, monkeypatch):
     assert other.exit_code == 2 and "holds another fine-tuning" in other.stderr
 
 
+def test_an_interrupted_run_goes_on_from_its_checkpoint(tuned, tune, tmp_path, monkeypatch):
+    """Stopped in its third step and started again: bit-equal to the run that nobody disturbed."""
+    import headloom.train.finetune as module
+
+    real, seen = module.train, []
+
+    def stopping(config, data, tokenizer, folder, on_progress, **more):
+        def watch(step, steps, loss):
+            seen.append((config.name, step))
+            if seen == [("grafted", 1), ("grafted", 2), ("grafted", 3)]:
+                raise KeyboardInterrupt
+
+        return real(config, data, tokenizer, folder, watch, **{**more, "checkpoint_seconds": 0})
+
+    monkeypatch.setattr(module, "train", stopping)
+    out = tmp_path / "out"
+    assert tune(out, *IHA, "--layers", "0").exit_code == 130
+    assert (out / "grafted" / "seed-0" / "checkpoints" / "step-2").is_dir()
+    done = tune(out, *IHA, "--layers", "0", "--json")
+    assert done.exit_code == 0, done.output
+    assert seen[3:] == [("grafted", 3), ("grafted", 4), *(("ungrafted", step) for step in (1, 2, 3, 4))]
+    undisturbed = json.loads((tuned[1] / "result.json").read_text())
+    for name, arm in json.loads(done.stdout)["arms"].items():
+        one, other = arm["runs"][0], undisturbed["arms"][name]["runs"][0]
+        assert all(one[key] == other[key] for key in ("bits_per_byte", "train_loss", "weights", "tokens"))
+    assert not (out / "grafted" / "seed-0" / "checkpoints").exists()
+
+
 def test_mixes_may_have_a_rate_of_their_own(tuned, tune, tmp_path):
     done = tune(tmp_path / "out", *IHA, "--layers", "0", "--mix-learning-rate", "0.5", "--json")
     assert done.exit_code == 0, done.output

@@ -143,6 +143,52 @@ def ids():
     return make
 
 
+class Counting:
+    """A compiler's backend (aot_eager) that counts its graphs, and how many there were when each token was chosen."""
+
+    def __init__(self):
+        self.graphs, self.at_token = 0, []
+
+    def __call__(self, module, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.graphs += 1
+        return aot_eager(module, inputs)
+
+    def __deepcopy__(self, memo):  # CompileConfig copies what it is given
+        return self
+
+    def processor(self):
+        from transformers import LogitsProcessor
+
+        counting = self
+
+        class Watch(LogitsProcessor):
+            def __call__(self, ids, scores):
+                counting.at_token.append(counting.graphs)
+                return scores
+
+        return Watch()
+
+    def decode(self, model, x, mask, steps):
+        """Tokens by transformers' own compiled decoding with a static cache."""
+        from transformers import CompileConfig
+
+        how = CompileConfig(backend=self, fullgraph=True, mode=None)
+        how._compile_all_devices = True  # transformers does so by itself on an accelerator
+        return model.generate(
+            x, attention_mask=mask, max_new_tokens=steps, cache_implementation="static", compile_config=how,
+            logits_processor=[self.processor()], do_sample=False, eos_token_id=None,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def counting():
+    torch._dynamo.reset()
+    yield Counting()
+    torch._dynamo.reset()
+
+
 def pytest_generate_tests(metafunc):
     if "variant" in metafunc.fixturenames:
         metafunc.parametrize("variant", list(VARIANTS))

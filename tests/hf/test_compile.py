@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from torch._dynamo.backends.debugging import aot_eager
-from transformers import CompileConfig, LogitsProcessor, StaticCache
+from transformers import StaticCache
 
 from headloom.hf import graft
 
@@ -18,47 +17,6 @@ SETTINGS = {"do_sample": False, "eos_token_id": None}
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
 
-class Counting:
-    """A backend that counts its graphs, and how many there were when each token was chosen."""
-
-    def __init__(self):
-        self.graphs, self.at_token = 0, []
-
-    def __call__(self, module, inputs):
-        self.graphs += 1
-        return aot_eager(module, inputs)
-
-    def __deepcopy__(self, memo):  # CompileConfig copies what it is given
-        return self
-
-    def processor(self):
-        counting = self
-
-        class Watch(LogitsProcessor):
-            def __call__(self, ids, scores):
-                counting.at_token.append(counting.graphs)
-                return scores
-
-        return Watch()
-
-
-@pytest.fixture
-def counting():
-    torch._dynamo.reset()
-    yield Counting()
-    torch._dynamo.reset()
-
-
-def static(model, x, mask, steps, counting):
-    """Tokens by transformers' own compiled decoding with a static cache."""
-    how = CompileConfig(backend=counting, fullgraph=True, mode=None)
-    how._compile_all_devices = True  # transformers does so by itself on an accelerator
-    return model.generate(
-        x, attention_mask=mask, max_new_tokens=steps, cache_implementation="static", compile_config=how,
-        logits_processor=[counting.processor()], **SETTINGS,
-    )  # fmt: skip
-
-
 def padded(ids, T, empty):
     x, mask = ids(2, T), torch.ones(2, T, dtype=torch.long)
     mask[0, :empty] = 0
@@ -70,7 +28,7 @@ def test_a_static_cache_decodes_in_one_graph(mixed, ids, counting, spec):
     """Left-padded prompts; the graph of the first token serves all, and the tokens are those of the dynamic cache."""
     model, (x, mask) = mixed([spec]), padded(ids, 5, 2)
     wanted = model.generate(x, attention_mask=mask, max_new_tokens=10, **SETTINGS)
-    assert torch.equal(static(model, x, mask, 10, counting), wanted)
+    assert torch.equal(counting.decode(model, x, mask, 10), wanted)
     assert counting.at_token == [0, *[1] * 9]
 
 
@@ -79,7 +37,7 @@ def test_static_windows_settle_to_one_graph(mixed, ids, counting):
     model = mixed([("iha", {**G2, "pseudo_heads": 2, "window": 3}), ("gqa", G2)])
     x, mask = padded(ids, 2, 1)
     wanted = model.generate(x, attention_mask=mask, max_new_tokens=9, **SETTINGS)
-    assert torch.equal(static(model, x, mask, 9, counting), wanted)
+    assert torch.equal(counting.decode(model, x, mask, 9), wanted)
     assert counting.at_token[-5] == counting.at_token[-1] <= 4
 
 

@@ -1,12 +1,19 @@
 """transformers' other ways to decode: drafts, streams, chunks of the prompt, quantized caches."""
 
-import importlib.util
 import threading
+import types
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast, QuantizedCache, TextIteratorStreamer, TextStreamer
+from transformers import (
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    QuantizedCache,
+    TextIteratorStreamer,
+    TextStreamer,
+    cache_utils,
+)
 
 from headloom.hf import HFCache, graft
 
@@ -90,16 +97,53 @@ def test_a_quantized_cache_errs_as_the_originals_does(llama, ids, kind):
     assert (logits[0] - exact).abs().max() > 1e-2
     cache = QuantizedCache("fp8", grafted.config)
     grafted(x, cache=cache)
-    assert (
-        HFCache(cache).nbytes() == 3 * 2 * 2 * 9 * 2 * 10
-    )  # layers, k and v, batch, tokens, heads, width; a byte each
+    assert HFCache(cache).nbytes() == 3 * 2 * (2 * 9 * 2 * 10 + 4)  # layers, k and v: a byte each, and a scale
+
+
+@pytest.fixture
+def quanto(monkeypatch):
+    """optimum-quanto compiles its unpacking of bits when it is first used, for a minute; here it is done in torch."""
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed (pip install headloom[dev])")
+    from optimum.quanto.library.extensions import get_extension
+
+    def unpack(packed, bits):
+        return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
+
+    monkeypatch.setattr(get_extension("quanto_cpp"), "_lib", types.SimpleNamespace(unpack=unpack))
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a_quanto_cache_holds_what_the_originals_does(llama, ids, quanto, bits):
+    """A base cache has the original's keys and values, and so its rounded ones; SAS remembers others, rounded too."""
+    x, packing = ids(2, 12), {"nbits": bits, "q_group_size": 16, "residual_length": 4}
+    how = {"cache_implementation": "quantized", "cache_config": {"backend": "quanto", **packing}, **SETTINGS}
+
+    def run(kind, options):
+        model = llama(head_dim=16)
+        if kind is not None:
+            graft(model, kind, **options)
+        cache = QuantizedCache("quanto", model.config, **packing)
+        with torch.no_grad():
+            logits = torch.cat([model(part, cache=cache).logits for part in x.split([4] + [1] * 8, 1)], 1)
+            exact = model(x, use_cache=False).logits
+        return model.generate(x, **how), logits, (logits - exact).pow(2).mean().sqrt(), HFCache(cache).nbytes()
+
+    tokens, logits, error, size = run(None, {})
+    assert error > 0.05
+    numbers = 3 * 2 * 2 * 2 * 12 * 16  # layers, k and v, batch, heads, tokens, width
+    assert size == numbers * bits // 8 + numbers // 16 * 2 * 8, "bits, and a scale and a shift for each group"
+    for kind, options in (("iha", {"pseudo_heads": 2}), ("gqa", {})):
+        got = run(kind, options)
+        assert torch.equal(got[0], tokens) and got[3] == size
+        torch.testing.assert_close(got[1], logits, rtol=0, atol=1e-9)
+    assert run("sas", {"simulated_heads": 8, "kernel_size": 1})[2] < 1.5 * error
 
 
 @pytest.mark.parametrize("backend", ["quanto", "hqq"])
-def test_quantized_caches_without_their_package_say_so(mixed, ids, backend):
+def test_quantized_caches_without_their_package_say_so(mixed, ids, backend, monkeypatch):
     """transformers' own sentence reaches the user."""
-    if importlib.util.find_spec("hqq" if backend == "hqq" else "optimum") is not None:
-        pytest.skip(f"{backend} is installed here")
+    name = {"quanto": "is_optimum_quanto_available", "hqq": "is_hqq_available"}[backend]
+    monkeypatch.setattr(cache_utils, name, lambda: False)
     model = mixed(KINDS["iha"])
     with pytest.raises(ImportError, match="You need to install"):
         model.generate(ids(1, 4), cache_implementation="quantized", cache_config={"backend": backend}, **SETTINGS)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from headloom.hf import build_model, graft, parameter_groups
+from headloom.hf import build_model, graft, mix_names, parameter_groups
+from headloom.hf.groups import mix_groups
 
 SIZES = {
     "vocab_size": 41,
@@ -37,3 +38,17 @@ def test_frozen_parameters_are_left_out(llama):
     graft(model, "iha", pseudo_heads=2)
     decayed, spared = parameter_groups(model, 0.1)
     assert not decayed["params"] and len(spared["params"]) == 3 * 4
+
+
+def test_mixes_at_a_rate_of_their_own(llama):
+    """All that `mix_names` names, SAS's convolutions and MLPs too, each with the weight decay it has anyway."""
+    model = llama(num_hidden_layers=2)
+    graft(model, layers={"0": ("sas", {"simulated_heads": 8}), "1": ("iha", {"pseudo_heads": 2})})
+    names = tuple(f".{name}." for name in mix_names(model))
+    wanted = {id(p) for name, p in model.named_parameters() if any(part in name for part in names)}
+    usual = {id(p): g["weight_decay"] for g in parameter_groups(model, 0.1) for p in g["params"]}
+    groups = mix_groups(model, 0.1, 0.5)
+    assert {id(p) for group in groups if group.get("lr") == 0.5 for p in group["params"]} == wanted
+    assert sum(len(group["params"]) for group in groups) == len(usual) > len(wanted) > 20
+    assert all(usual[id(p)] == group["weight_decay"] for group in groups for p in group["params"])
+    assert "lr" not in groups[0], "what is recorded as the rate is the first group's"

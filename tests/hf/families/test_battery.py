@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import StaticCache
 from transformers.models.auto import modeling_auto
 
 from headloom.core.errors import HeadloomError
@@ -91,6 +92,37 @@ def test_generation(base, batch, encoder, spec, layers):
     graft(model, SPECS[spec][0], layers=layers, **SPECS[spec][1])
     assert torch.equal(model.generate(x, **settings), before)
     assert torch.equal(model.generate(x, **settings, use_cache=False), before)
+
+
+@pytest.mark.parametrize(("spec", "layers"), [("carrier", None), ("carrier", 0), ("sas", "0-1")])
+def test_static_caches(base, batch, near, encoder, spec, layers):
+    """Layers of every kind, grafted and not: a room by hand in chunks that fill a window (5) slowly and at once, and
+    `generate`, whose masks are made beforehand, one for each kind of layer."""
+    if encoder:
+        return  # it has no cache
+    (x, mask), model = batch, base()
+    graft(model, SPECS[spec][0], layers=layers, **SPECS[spec][1])
+    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    whole, padded = logits(model, x), logits(model, x, attention_mask=mask, position_ids=places)
+    for chunks in ([4] + [1] * 9, [6, 2, 1, 4]):
+        ends = torch.tensor(chunks).cumsum(0).tolist()
+        for given in (None, mask):
+            cache, outs = StaticCache(config=model.config, max_cache_len=15), []
+            for a, b in zip([0, *ends], ends, strict=False):
+                call = {} if given is None else {"attention_mask": mask[:, :b], "position_ids": places[:, a:b]}
+                with torch.no_grad():
+                    outs.append(model(x[:, a:b], cache=cache, **call).logits)
+            out = torch.cat(outs, 1)
+            near(*((out, whole) if given is None else (out[mask.bool()], padded[mask.bool()])))
+    for T in (3, 13):
+        real = torch.ones(2, T, dtype=torch.long)
+        for given in (real, torch.stack((real[0].index_fill(0, torch.arange(T // 2), 0), real[1]))):
+            call = {"attention_mask": given, "max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+            call |= {"output_logits": True, "return_dict_in_generate": True}
+            wanted = model.generate(x[:, -T:], use_cache=False, **call)
+            got = model.generate(x[:, -T:], cache_implementation="static", **call)
+            assert torch.equal(got.sequences, wanted.sequences)
+            near(torch.stack(got.logits), torch.stack(wanted.logits), 1e-6)  # handed out in float32
 
 
 def test_a_partial_graft_keeps_the_others(base, family, batch, encoder, near):
