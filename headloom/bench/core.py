@@ -46,9 +46,9 @@ def handed(layer: Attention, x_BTD: Tensor) -> tuple[Any, ...]:
 def scores_of(each: Subject, tokens: int) -> Subject:
     """The subject with the FLOPs of its cores, the mean of its layers. Raises HeadloomError where tokens meet outside
     the core too, or there is none."""
-    layers: list[Attention] = list(each.module.layers)  # type: ignore[arg-type]
-    known = {repr(layer.config): core_flops(layer.config, tokens) for layer in layers}
-    found = [known[repr(layer.config)] for layer in layers]
+    configs: list[AttentionConfig] = [layer.config for layer in each.module.layers]  # type: ignore[union-attr]
+    known = {text: core_flops(config, tokens) for text, config in {repr(c): c for c in configs}.items()}
+    found = [known[repr(config)] for config in configs]
     mean = {name: sum(flops[name] for flops in found) / len(found) for name in ("full", "exact")}
     return dataclasses.replace(each, flops=mean)
 

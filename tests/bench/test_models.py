@@ -126,7 +126,7 @@ def test_compiled_steps():
     assert rows[1]["compile_seconds"] > 0 and "graph_breaks" in rows[1]
 
 
-def test_both_passes_alone_need_half_the_memory_and_leave_the_weights(monkeypatch):
+def test_both_passes_alone_need_half_the_memory_and_leave_the_weights():
     (mha,) = models._candidates([MHA], SHAPE, 8, 1, False)
     assert mha.bytes("backward") == 8 * mha.parameters + mha.saved < mha.bytes("step")
     rows, skipped = steps(
