@@ -12,11 +12,12 @@ variants: [mha, "iha:pseudo_heads=2"]
 backbone: {layers: 1, width: 16, heads: 2}
 tokens: 16
 batch_size: 2
-steps: 5
+steps: 4
 seeds: 1
 statistics: false
 threads: 1
 learning_rates: [0.001, 0.004]
+extend_grid: 1
 validation_bytes: 500
 engine: {name: inline, checkpoint_seconds: 0, workers: 1}
 """
@@ -86,7 +87,7 @@ def lived(tmp_path_factory, text_file):
     folder = tmp_path_factory.mktemp("lives")
     files = folder / "inline.yaml", folder / "local.yaml"
     files[0].write_text(STUDY + f"data: {text_file}\n")
-    files[1].write_text(files[0].read_text().replace("inline", "local").replace("steps: 5", "steps: 400"))
+    files[1].write_text(files[0].read_text().replace("inline", "local").replace("steps: 4", "steps: 400"))
     arguments = [sys.executable, "-W", "ignore", "-c", LIVES, *files, folder]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -97,7 +98,7 @@ def test_killed_ten_times_at_random_moments(lived):
     folder, told = lived
     assert told["died"].count(True) >= 8  # the others came after its end
     assert numbers(folder / "killed") == numbers(folder / "whole")
-    assert len(numbers(folder / "whole")[0]) == 4
+    assert len(numbers(folder / "whole")[0]) == 6  # the grid of each, and one rate beyond it
     assert not list((folder / "killed").glob("runs/*/checkpoints"))
 
 
