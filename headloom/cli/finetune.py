@@ -77,9 +77,7 @@ def finetune(
                     dtype=dtype,
                 )
         except KeyboardInterrupt:
-            typer.echo(
-                f"stopped; finished runs and the last checkpoint are in {out}: the same command goes on", err=True
-            )
+            typer.echo(f"stopped; what is done is kept in {out}: the same command goes on", err=True)
             raise typer.Exit(INTERRUPTED) from None
         if as_json:
             print_json({"folder": str(out), **found}, stdout)

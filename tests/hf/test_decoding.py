@@ -139,6 +139,14 @@ def test_a_quanto_cache_holds_what_the_originals_does(llama, ids, quanto, bits):
     assert run("sas", {"simulated_heads": 8, "kernel_size": 1})[2] < 1.5 * error
 
 
+def test_bytes_of_a_cache_that_is_packed_as_hqq_does():
+    """A layer's keys are (packed bits, what describes them): scale and zero count, sizes and names do not."""
+    packed = {"scale": torch.zeros(1, 6), "zero": torch.zeros(1, 6), "shape": torch.Size((1, 2, 3, 16)), "axis": 0}
+    keys = (torch.zeros(8, 6, dtype=torch.uint8), packed)
+    layer = types.SimpleNamespace(keys=torch.zeros(0), values=None, _quantized_keys=keys, _quantized_values=keys)
+    assert HFCache(types.SimpleNamespace(layers=[layer])).nbytes() == 2 * (48 + 2 * 6 * 4)
+
+
 @pytest.mark.parametrize("backend", ["quanto", "hqq"])
 def test_quantized_caches_without_their_package_say_so(mixed, ids, backend, monkeypatch):
     """transformers' own sentence reaches the user."""
