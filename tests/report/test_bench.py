@@ -45,7 +45,9 @@ RESULT = {
     "load_average": 3.21,
     "peak": {"flops_per_second": 5e10, "shape": [8, 9, 10]},
     "rows": ROWS,
-    "skipped": [{"variant": "sas", "size": "2.7B", "tokens": 2048, "batch_size": 1, "reason": "needs 9 GiB"}],
+    "skipped": [
+        {"variant": "sas", "mode": "step", "size": "2.7B", "tokens": 2048, "batch_size": 1, "reason": "needs 9 GiB"}
+    ],
 }
 
 
@@ -53,6 +55,7 @@ def test_cells():
     (table,) = tables(RESULT)
     assert dict(zip(table.headings, table.rows[0], strict=True)) == {
         "variant": "mha",
+        "mode": "step",
         "size": "125M",
         "tokens": "2,048",
         "batch": "4",
@@ -66,7 +69,7 @@ def test_cells():
     }
     compiled, alone = table.rows[1:]
     assert compiled[0] == "mha compiled" and compiled[-2:] == ("0.70 (0.35-1.40)", "12.3 s")
-    assert alone[5:7] == ("2 s (1-4)", "")
+    assert alone[6:8] == ("2 s (1-4)", "")
 
 
 def test_notes_say_what_must_be_known():
@@ -76,11 +79,13 @@ def test_notes_say_what_must_be_known():
         "peak: 50.0 GFLOP/s, the best matrix product of the same run (8 x 9 x 10); use: visible pairs (all pairs)",
         "mha: torch.compile broke the graph: a reason",
         "i|ha passes 100 %: the peak was measured at a slower moment; repeat when quiet",
-        "i|ha, 125M: timed alone, since not all models fit memory together",
-        "left out: sas, 2.7B, 2,048 tokens x 1: needs 9 GiB",
+        "i|ha, step, 125M: timed alone, since not all models fit memory together",
+        "left out: sas, step, 2.7B, 2,048 tokens x 1: needs 9 GiB",
     ]
     text = markdown(RESULT)
-    assert "| i\\|ha | 125M |" in text and text.endswith("- left out: sas, 2.7B, 2,048 tokens x 1: needs 9 GiB\n")
+    assert "| i\\|ha | step | 125M |" in text and text.endswith(
+        "- left out: sas, step, 2.7B, 2,048 tokens x 1: needs 9 GiB\n"
+    )
 
 
 def test_what_is_drawn():
@@ -97,5 +102,6 @@ def test_what_is_drawn():
 
 
 def test_kinds_of_rows():
-    both = {"benchmark": "speed", "rows": [{"mode": "forward"}, {"mode": "step"}, {"mode": "backward"}]}
+    model = {"mode": "backward", "size": "125M"}
+    both = {"benchmark": "speed", "rows": [{"mode": "forward"}, model, {"mode": "backward"}]}
     assert {kind: len(rows) for kind, rows in kinds(both).items()} == {"speed": 2, "step": 1}
