@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,13 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_stay_short():
+    """Every training collects garbage, several times: it need not walk over all that earlier modules left alive."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
