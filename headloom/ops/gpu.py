@@ -111,6 +111,9 @@ def _predicate(visibility: Visibility, pseudo: int, virtual: bool) -> Callable[.
     if visibility.window is not None:
         rules.append(Window(visibility.window))
 
+    def sequence(b: Tensor, of: Tensor) -> Tensor | int:
+        return b if of.shape[0] > 1 else 0  # one row stands for all
+
     def visible(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
         own, key = row // pseudo, column // pseudo
         query = own + past
@@ -120,10 +123,11 @@ def _predicate(visibility: Visibility, pseudo: int, virtual: bool) -> Callable[.
         if virtual:
             out = out & (column <= row + past * pseudo)
         if documents_BS is not None:
-            document = documents_BS[b, query]
-            out = out & (document == documents_BS[b, key]) & (document >= 0)
+            mine = sequence(b, documents_BS)
+            document = documents_BS[mine, query]
+            out = out & (document == documents_BS[mine, key]) & (document >= 0)
         if pairs_BTS is not None:
-            out = out & pairs_BTS[b if pairs_BTS.shape[0] > 1 else 0, own, key]
+            out = out & pairs_BTS[sequence(b, pairs_BTS), own, key]
         return out
 
     return visible

@@ -93,6 +93,15 @@ def test_what_needs_no_mask(forced, monkeypatch):
 
 
 @pytest.mark.parametrize("few", [0, 1 << 22], ids=["flex", "sdpa"])
+def test_documents_that_all_sequences_share(few, forced, monkeypatch):
+    monkeypatch.setattr(gpu, "FEW", few)
+    inputs, rows = draw(19, 19, 1), [ROWS["packed"][0]]
+    out, _ = attended(inputs, Visibility(19, 19, True, None, torch.tensor(rows)), 1, False)
+    want = reference(*inputs, pairs(19, 19, True, None, 1, False, rows * 2), 0.7)
+    torch.testing.assert_close(out, want, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("few", [0, 1 << 22], ids=["flex", "sdpa"])
 def test_pairs_and_heads_in_threes(few, forced, monkeypatch):
     """A mask for each sequence and one for both, with a row that sees nothing; six heads on two, unequal widths."""
     monkeypatch.setattr(gpu, "FEW", few)
