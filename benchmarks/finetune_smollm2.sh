@@ -1,5 +1,5 @@
 #!/bin/sh
-# Bits per byte of SmolLM2-135M on dictionary text, fine-tuned with a graft and without: the table of docs/log.md.
+# Bits per byte of SmolLM2-135M on dictionary text, fine-tuned with a graft and without: the table of docs/results.md.
 #
 #   apt-get install dict-gcide;  make install;  . .venv/bin/activate
 #   sh benchmarks/finetune_smollm2.sh OUT [more options of headloom finetune]
