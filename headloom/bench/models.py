@@ -8,8 +8,10 @@ in their Trainer (`headloom.train.pace`). Weights are float32, products bfloat16
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,9 +129,7 @@ def steps(
             timings |= timed
             about |= more
             torch.compiler.reset()
-            gc.collect()  # models refer to themselves
-            if setting.device == "cuda":
-                torch.cuda.empty_cache()  # so that what is free can be asked
+            _give_back(setting)
         usual = timings.get(variants[0].label)
         for candidate in fitting:
             for name in (candidate.label, candidate.label + COMPILED):
@@ -328,6 +328,15 @@ def saved_bytes(model: Any, tokens: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         logits = model(input_ids=ids, use_cache=True).logits
     return sum(storage.nbytes() for storage in kept.values()) + 3 * 4 * logits.numel()
+
+
+def _give_back(setting: Setting) -> None:
+    """Return the memory of dropped models, so that what is free can be asked: allocators keep it for themselves."""
+    gc.collect()  # models refer to themselves
+    if setting.device == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc's
+        libc.malloc_trim(0)
 
 
 def _free(setting: Setting) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
+import psutil
 import pytest
 import torch
 
@@ -105,6 +108,16 @@ def test_what_no_machine_has_is_said_in_gib(monkeypatch):
     huge = Shape("huge", 8, {**ARGUMENTS, "hidden_size": 2**17, "intermediate_size": 2**18})
     rows, skipped = steps([MHA], [huge], HOW, tokens=[], batch_sizes=[1])
     assert rows == [] and skipped[0]["reason"].endswith(" GiB, 921.6 available")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other allocators cannot be asked to give memory back")
+def test_the_memory_of_a_size_is_given_back_for_the_next():
+    steps([MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1])
+    process = psutil.Process()
+    before = process.memory_info().rss
+    wide = Shape("wide", 8, {**ARGUMENTS, "hidden_size": 384, "num_layers": 8, "intermediate_size": 1024})
+    ((row,), _) = steps([MHA], [wide], HOW, tokens=[], batch_sizes=[1])
+    assert process.memory_info().rss - before < 16 * row["parameters"] / 4
 
 
 @pytest.mark.parametrize("batch", [1, 4])
