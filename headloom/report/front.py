@@ -14,14 +14,18 @@ from headloom.report.style import MIDDLE, Panel, Section, colour, finish, named,
 LOG_FROM = 5.0  # the largest over the smallest cost from which the axis is logarithmic
 EQUAL = 0.01  # costs this close, relative to the largest, are one cost: there is no front to draw
 TITLES = {
-    "time": "training time of the run (seconds)",
+    "time": "training time (seconds)",
     "parameters": "parameters",
     "cache": "cache bytes",
 }
 
 
 def front(study: Study) -> Section | None:
-    """One panel a cost in which the variants differ; time is always drawn."""
+    """One panel a cost in which the variants differ; time is always drawn.
+
+    A run's time is its steps times the variant's step as it was measured, in turns with the others': how long a run
+    took depends on what else its machine did. Where no steps were measured it is what the run took.
+    """
     runs = _runs(study)
     if not runs:
         return None
@@ -32,31 +36,32 @@ def front(study: Study) -> Section | None:
         if len(known) < 2 and cost != "time":
             continue
         low, high = min(row[cost] for row in known), max(row[cost] for row in known)
-        if cost != "time" and high - low <= EQUAL * high:
+        equal = high - low <= EQUAL * high
+        if equal:
             spread = (
                 "exactly equal"
                 if high == low
                 else f"equal within {max(1e-4, (high - low) / high):.2%}".replace("%", " %")
             )
-            notes.append(f"All variants are {spread} in {title}: no front to draw there.")
-            continue
+            notes.append(f"All variants are {spread} in {title.removesuffix(' (seconds)')}: no front to draw there.")
+            if cost != "time":
+                continue
         marked = [{**row, "front": False} for row in known]
         steps = []
         for group in _groups(marked):
-            best = pareto([(row[cost], row["bits"]) for row in group])
+            best = pareto([(0.0 if equal else row[cost], row["bits"]) for row in group])
             for place in best:
                 group[place]["front"] = True
             steps += [{"group": group[0]["group"], cost: group[i][cost], "bits": group[i]["bits"]} for i in best]
         datasets |= {f"quality-{cost}-means": marked, f"quality-{cost}-front": steps}
-        panels.append(
-            Panel(f"quality-{cost}", cost, _panel(study, cost, title, log=low > 0 and high >= LOG_FROM * low))
-        )
+        panels.append(Panel(f"quality-{cost}", cost, _panel(study, cost, title, low, high)))
     return Section(
         name="quality",
         title="Quality against cost: the Pareto front",
         caption=(
             "Small marks are runs, one a seed; large marks are their means. Filled: on the front, that is, no variant "
             "is both cheaper and better. The line joins the front's members; towards the lower left is better."
+            + (" Times are steps times the measured step." if _calibrated(study) else "")
             + (" Variants that are compared with one another have a front of their own." if _many(means) else "")
         ),
         panels=tuple(panels),
@@ -81,17 +86,22 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
 
 def _runs(study: Study) -> list[dict[str, Any]]:
     by_label = {variant["label"]: variant for variant in study.results["variants"]}
+    calibrated = _calibrated(study)
     return [
         {
             "variant": run["variant"],
             "seed": run["seed"],
-            "time": run["train_seconds"],
+            "time": by_label[run["variant"]]["planned_seconds"] if calibrated else run["train_seconds"],
             "parameters": by_label[run["variant"]]["parameters"],
             "cache": cache_bytes(by_label[run["variant"]]),
             "bits": run["bits_per_byte"],
         }
         for run in study.finished
     ]
+
+
+def _calibrated(study: Study) -> bool:
+    return all(variant.get("planned_seconds") is not None for variant in study.results["variants"])
 
 
 def cache_bytes(variant: dict[str, Any]) -> float:
@@ -130,8 +140,11 @@ def _many(means: list[dict[str, Any]]) -> bool:
     return len(_groups(means)) > 1
 
 
-def _panel(study: Study, cost: str, title: str, *, log: bool) -> dict[str, Any]:
-    scale = alt.Scale(type="log", padding=24, nice=False) if log else alt.Scale(zero=False, padding=24)
+def _panel(study: Study, cost: str, title: str, low: float, high: float) -> dict[str, Any]:
+    log = low > 0 and high >= LOG_FROM * low
+    # equal costs stand beside zero, or the axis would show nothing but their last digits
+    linear = alt.Scale(zero=high - low <= EQUAL * high, padding=24)
+    scale = alt.Scale(type="log", padding=24, nice=False) if log else linear
     title = f"{title}, logarithmic" if log else title
     x = alt.X(f"{cost}:Q", title=title, scale=scale, axis=alt.Axis(tickCount=5, format="~s", labelOverlap=True))
     y = alt.Y("bits:Q", title="bits per byte (lower is better)", scale=alt.Scale(zero=False, padding=16))

@@ -48,8 +48,9 @@ def test_the_pareto_front(points, front_of):
 
 def test_the_front_marks_what_no_other_beats(whole_folder):
     def edit(results):
+        for variant in results["variants"]:
+            variant["planned_seconds"] = {"mha": 10.0, "gqa": 20.0, "iha": 30.0}[variant["label"]]
         for run in results["runs"]:
-            run["train_seconds"] = {"mha": 10.0, "gqa": 20.0, "iha": 30.0}[run["variant"]]
             run["bits_per_byte"] = {"mha": 2.4, "gqa": 2.5, "iha": 2.3}[run["variant"]]
 
     section = front(change(whole_folder, edit))
@@ -67,12 +68,28 @@ def test_the_front_marks_what_no_other_beats(whole_folder):
 def test_every_group_has_its_own_front(whole_folder):
     def edit(results):
         results["variants"][1]["against"] = None  # gqa is a reference too
+        results["variants"][2]["planned_seconds"] = None  # a step was not measured: what the runs took counts
         for run in results["runs"]:
             run["train_seconds"], run["bits_per_byte"] = (1.0, 2.0) if run["variant"] == "mha" else (2.0, 2.1)
 
     means = front(change(whole_folder, edit)).datasets["quality-time-means"]
     assert {row["variant"]: row["group"] for row in means} == {"mha": "mha", "gqa": "gqa", "iha": "mha"}
     assert {row["variant"]: row["front"] for row in means} == {"mha": True, "gqa": True, "iha": False}
+    assert [row["time"] for row in means] == pytest.approx([1.0, 2.0, 2.0])
+
+
+def test_at_equal_time_the_best_alone_is_on_the_front(whole_folder):
+    def edit(results):
+        for variant in results["variants"]:
+            variant["planned_seconds"] = {"mha": 10.0, "gqa": 9.95, "iha": 10.05}[variant["label"]]
+        for run in results["runs"]:
+            run["bits_per_byte"] = {"mha": 2.4, "gqa": 2.5, "iha": 2.3}[run["variant"]]
+
+    section = front(change(whole_folder, edit))
+    assert section.notes[0] == "All variants are equal within 1.00 % in training time: no front to draw there."
+    assert {row["variant"] for row in section.datasets["quality-time-means"] if row["front"]} == {"iha"}
+    spec = next(panel.spec for panel in section.panels if panel.name == "quality-time")
+    assert spec["layer"][0]["encoding"]["x"]["scale"]["zero"] is True
 
 
 def test_quality_along_an_axis_that_is_swept(whole_folder):
