@@ -163,4 +163,4 @@ def test_the_pages_commands_are_right(command, monkeypatch):
 
 
 def test_no_command_of_the_page_was_missed():
-    assert len(COMMANDS) == PAGE.count("\nheadloom bench ") == 18
+    assert len(COMMANDS) == PAGE.count("\nheadloom bench ") == 17
