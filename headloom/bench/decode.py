@@ -68,7 +68,7 @@ def decode(
             token = interleaved(
                 {label: session.token for label, session in sessions.items()}, repeats=new_tokens, **options
             )
-            usual = subjects[0]
+            usual, done = subjects[0], len(rows)
             for each in subjects:
                 share = each.layers / usual.layers
                 taken = token[each.label].per(each.layers)
@@ -86,4 +86,5 @@ def decode(
                         "cache_bytes": held[each.label] / each.layers,
                     }
                 )
+            setting.keep(rows[done:])
     return rows

@@ -91,6 +91,7 @@ def speed(
                     ran[name] = {**ran[each.label], "compiled": True, **first_compiled_call(calls[name])}
             timings = interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device)
             torch.compiler.reset()
+            done = len(rows)
             for each in subjects:
                 for name in (each.label, each.label + COMPILED):
                     if name in timings:
@@ -105,9 +106,8 @@ def speed(
                             **ran[name],
                         }
                         rows.append(row | ({"differences": differences[name]} if name in differences else {}))
-    if peak is not None:
-        for row in rows:
-            use_of_peak(row, peak)
+            use_of_peak(rows, peak)
+            setting.keep(rows[done:])
     return rows
 
 
@@ -128,6 +128,7 @@ def memory(
         for mode in modes:
             setting.say(f"memory of {mode}, {T:,} tokens x {B}")
             peaks: dict[str, int] = {}
+            done = len(rows)
             for each in subjects:
                 each.module.train(mode != "forward")
                 once = call(each.module, x_BTD, mode)
@@ -143,6 +144,7 @@ def memory(
                         "weight_bytes": sum(p.numel() * p.element_size() for p in each.module.parameters()),
                     }
                 )
+            setting.keep(rows[done:])
     return rows
 
 
@@ -153,10 +155,13 @@ def _about(each: Subject, mode: str, x_BTD: torch.Tensor) -> dict[str, Any]:
     return {"variant": each.label, **point, "layers": each.layers, "form_of": each.form_of}
 
 
-def use_of_peak(row: dict[str, Any], peak: Peak) -> None:
-    """Add the utilisation in both conventions."""
-    for name in ("full", "exact"):
-        row[f"utilisation_{name}"] = peak.utilisation(row[f"flops_{name}"], row["seconds"]["median"])
+def use_of_peak(rows: Sequence[dict[str, Any]], peak: Peak | None) -> None:
+    """Add the utilisation in both conventions, of the peak so far."""
+    if peak is None:
+        return
+    for row in rows:
+        for name in ("full", "exact"):
+            row[f"utilisation_{name}"] = peak.utilisation(row[f"flops_{name}"], row["seconds"]["median"])
 
 
 def _points(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,15 @@ SHAPES = {"cpu": ((512, 512, 512), (1024, 1024, 1024), (4096, 1024, 1024)), "cud
 """(rows, columns, inner) of the products that are tried for the peak."""
 
 
+Row = dict[str, Any]
+"""What was measured of one variant at one point, or why it was left out."""
+
+
 def _silent(text: str) -> None:
+    pass
+
+
+def _unkept(rows: Sequence[Row], skipped: Sequence[Row] = ()) -> None:
     pass
 
 
@@ -30,6 +38,7 @@ class Setting:
         device: "cpu" or "cuda". dtype: of weights and inputs (None: float32 on CPU, bfloat16 on CUDA).
         threads: of PyTorch's kernels (None: as they are). repeats: timed repetitions, after `warmup` untimed ones.
         seed: of weights and inputs. say: told what is being done.
+        keep: given a point's rows, and what was left out there, as soon as they are known.
     Raises:
         HeadloomError: a value that is not allowed, or CUDA where there is none.
     """
@@ -41,6 +50,7 @@ class Setting:
     warmup: int = 1
     seed: int = 0
     say: Callable[[str], None] = _silent
+    keep: Callable[..., None] = _unkept
 
     def __post_init__(self) -> None:
         if self.device not in SHAPES:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from headloom.cli.common import Json, Size, console, ends_with_status, only_json_on_stdout, print_json
+from headloom.cli.common import INTERRUPTED, Json, Size, console, ends_with_status, only_json_on_stdout, print_json
 
 if TYPE_CHECKING:
     from headloom.bench.models import Shape
-    from headloom.bench.setting import Setting
+    from headloom.bench.setting import Peak, Setting
     from headloom.bench.subjects import Named, Sizes
 
 TRAINING = ("step", "train")
@@ -184,25 +184,20 @@ def speed(
         raise HeadloomError("--against-hf is measured in whole training steps: add --modes step (or train)")
     named, sizes, shape, how = common.named(), layer.sizes(), layer.shape(), common.setting(repeats)
 
-    def measure(peak: Any) -> dict[str, Any]:
-        points: dict[str, Any] = {
-            "tokens": _ints("tokens", tokens, [shape.tokens]),
-            "batch_sizes": _ints("batch-size", common.batch_size, [1]),
-            "compile": "inductor" if compile else None,
-            "peak": peak,
-        }
-        rows: list[dict[str, Any]] = []
-        skipped: list[dict[str, Any]] = []
-        if of_layers:
-            rows += layers.speed(
-                named, sizes, how, modes=of_layers, part=part, against=against, plainly=against_plain, **points
-            )
-        if of_models:
-            more, skipped = models.steps(named, [shape], how, modes=of_models, original=against_hf, **points)
-            rows += more
-        return {"sizes": sizes.given(), "compiled": compile, "rows": rows, "skipped": skipped}
+    points: dict[str, Any] = {
+        "tokens": _ints("tokens", tokens, [shape.tokens]),
+        "batch_sizes": _ints("batch-size", common.batch_size, [1]),
+        "compile": "inductor" if compile else None,
+    }
 
-    _run("speed", how, named, measure, common, peak=True)
+    def measure(how: Setting, peak: Peak) -> None:
+        if of_layers:
+            forms: dict[str, Any] = {"modes": of_layers, "part": part, "against": against, "plainly": against_plain}
+            layers.speed(named, sizes, how, peak=peak, **forms, **points)
+        if of_models:
+            models.steps(named, [shape], how, peak=peak, modes=of_models, original=against_hf, **points)
+
+    _run("speed", how, named, measure, common, {"sizes": sizes.given(), "compiled": compile})
 
 
 @bench.command("memory")
@@ -218,16 +213,15 @@ def memory(
     """Count the peak of memory of one layer, above its weights and input: forward, and with its backward pass."""
     from headloom.bench import layers
 
-    named, sizes, how = common.named(), layer.sizes(), common.setting(1)
+    named, sizes = common.named(), layer.sizes()
+    lengths = _ints("tokens", tokens, [layer.shape().tokens])
+    batches = _ints("batch-size", common.batch_size, [1])
 
-    def measure(_: Any) -> dict[str, Any]:
-        lengths = _ints("tokens", tokens, [layer.shape().tokens])
-        batches = _ints("batch-size", common.batch_size, [1])
+    def measure(how: Setting, _: Peak) -> None:
         others: dict[str, Any] = {"against": against, "plainly": against_plain}
-        rows = layers.memory(named, sizes, how, tokens=lengths, batch_sizes=batches, **others)
-        return {"sizes": sizes.given(), "rows": rows}
+        layers.memory(named, sizes, how, tokens=lengths, batch_sizes=batches, **others)
 
-    _run("memory", how, named, measure, common)
+    _run("memory", common.setting(1), named, measure, common, {"sizes": sizes.given()})
 
 
 @bench.command("decode")
@@ -243,15 +237,15 @@ def decode(
     """Time generation with a cache in one layer: the prefill and each token; and count the cache's bytes."""
     from headloom.bench.decode import decode as measured
 
-    named, sizes, how = common.named(), layer.sizes(), common.setting(repeats)
+    named, sizes = common.named(), layer.sizes()
+    lengths = _ints("contexts", contexts, [layer.shape().tokens])
+    batches = _ints("batch-size", common.batch_size, [1])
 
-    def measure(_: Any) -> dict[str, Any]:
-        lengths = _ints("contexts", contexts, [layer.shape().tokens])
-        batches = _ints("batch-size", common.batch_size, [1])
-        rows = measured(named, sizes, how, contexts=lengths, batch_sizes=batches, new_tokens=new_tokens)
-        return {"sizes": sizes.given(), "new_tokens": new_tokens, "rows": rows}
+    def measure(how: Setting, _: Peak) -> None:
+        measured(named, sizes, how, contexts=lengths, batch_sizes=batches, new_tokens=new_tokens)
 
-    _run("decode", how, named, measure, common)
+    about = {"sizes": sizes.given(), "new_tokens": new_tokens}
+    _run("decode", common.setting(repeats), named, measure, common, about)
 
 
 @bench.command("models")
@@ -275,28 +269,30 @@ def models(
     """Time whole models in training by size and micro-batch. What memory is too small for is left out, and said."""
     from headloom.bench.models import steps
 
-    named, how = common.named(), common.setting(repeats)
+    named = common.named()
     shapes = [Layer(size=name).shape() for name in _words(sizes)]
+    points: dict[str, Any] = {
+        "tokens": _ints("tokens", tokens, []),
+        "batch_sizes": _ints("batch-size", common.batch_size, [1, 4]),
+        "modes": _words(modes),
+        "compile": "inductor" if compile else None,
+    }
 
-    def measure(peak: Any) -> dict[str, Any]:
-        rows, skipped = steps(
-            named,
-            shapes,
-            how,
-            tokens=_ints("tokens", tokens, []),
-            batch_sizes=_ints("batch-size", common.batch_size, [1, 4]),
-            modes=_words(modes),
-            original=against_hf,
-            compile="inductor" if compile else None,
-            peak=peak,
-        )
-        return {"compiled": compile, "rows": rows, "skipped": skipped}
+    def measure(how: Setting, peak: Peak) -> None:
+        steps(named, shapes, how, original=against_hf, peak=peak, **points)
 
-    _run("models", how, named, measure, common, peak=True)
+    _run("models", common.setting(repeats), named, measure, common, {"compiled": compile})
 
 
-def _run(name: str, how: Setting, named: Sequence[Named], measure: Any, common: Common, *, peak: bool = False) -> None:
-    """Measure, then print and write."""
+def _run(
+    name: str,
+    how: Setting,
+    named: Sequence[Named],
+    measure: Callable[[Setting, Peak], None],
+    common: Common,
+    about: dict[str, Any],
+) -> None:
+    """Measure, then print and write. What is measured is kept at once: it outlives Ctrl-C, and with --out a crash."""
     from headloom.bench.setting import Peak
     from headloom.core.errors import HeadloomError
     from headloom.report import bench as report
@@ -307,13 +303,28 @@ def _run(name: str, how: Setting, named: Sequence[Named], measure: Any, common: 
     if out is not None and out.exists() and not out.is_dir():
         raise HeadloomError(f"--out must be a folder, and '{out}' is a file")
     with only_json_on_stdout(common.as_json) as stream, how.active():
-        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        best = Peak(how) if peak else None
-        found = measure(best)
-        variants = {each.label: {"mechanism": each.mechanism, "options": dict(each.options)} for each in named}
-        result = {"benchmark": name, **how.to_dict(), "load_average": load, "variants": variants, **found}
-        if best is not None and best.flops_per_second:
-            result["peak"] = best.to_dict()
+        best = Peak(how)
+        result: dict[str, Any] = {"benchmark": name, **how.to_dict(), **about, "rows": [], "skipped": []}
+        result["load_average"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        result["variants"] = {
+            each.label: {"mechanism": each.mechanism, "options": dict(each.options)} for each in named
+        }
+        result["interrupted"] = True
+
+        def keep(rows: Sequence[dict[str, Any]], skipped: Sequence[dict[str, Any]] = ()) -> None:
+            result["rows"] += rows
+            result["skipped"] += skipped
+            if best.flops_per_second:
+                result["peak"] = best.to_dict()
+            if out is not None:
+                report.write_data(result, out)
+
+        try:
+            measure(dataclasses.replace(how, keep=keep), best)
+            result["interrupted"] = False
+        except KeyboardInterrupt:
+            if not result["rows"]:
+                raise
         if out is not None:
             for path in report.write(result, out):
                 typer.echo(f"wrote {path}", err=True)
@@ -323,6 +334,8 @@ def _run(name: str, how: Setting, named: Sequence[Named], measure: Any, common: 
             typer.echo(report.markdown(result), nl=False)
         else:
             _show(result)
+    if result["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -5,44 +5,18 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
-import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from headloom.core.errors import HeadloomError
+from headloom.core.files import read_json, write_text
 from headloom.lab.fairness import differences
 
 DEFAULT_NAME = "headloom-compare"
 LOCK = ".lock"
-
-
-def write_text(path: Path, text: str) -> None:
-    """As write_bytes, in UTF-8."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` in one step: a reader, or a crash, sees the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -51,15 +25,6 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]])
     writer.writerow(columns)
     writer.writerows(rows)
     write_text(path, stream.getvalue())
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`, or None if there is none that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def slug(label: str) -> str:

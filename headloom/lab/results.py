@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headloom.core.files import read_json, write_json
 from headloom.lab.fairness import differences, flatten
-from headloom.lab.folder import read_json, slug, write_csv, write_json
+from headloom.lab.folder import slug, write_csv
 from headloom.lab.spec import StudySpec, VariantSpec
 from headloom.lab.statistics import Difference, correct, paired_difference, sentence, spread, summary
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from headloom.core.files import write_json, write_text
 
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -49,6 +50,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         lines[0] += f"; medians of {result['repeats']} repetitions (quartiles)"
     if (result.get("load_average") or 0) > 1:
         lines.append(f"the machine was not quiet: load average {result['load_average']:.1f} when it began")
+    if result.get("interrupted"):
+        lines.append("interrupted: what stands here is all that was measured until then")
     peak = result.get("peak")
     if peak:
         lines.append(
@@ -81,13 +84,18 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"- {note}" for note in notes(result))]) + "\n"
 
 
-def write(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """bench.json, bench.md, and a figure as SVG and PNG for each kind of rows."""
+def write_data(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """bench.json and bench.md."""
     folder.mkdir(parents=True, exist_ok=True)
     data, text = folder / "bench.json", folder / "bench.md"
-    data.write_text(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    text.write_text(markdown(result), encoding="utf-8")
-    paths = [data, text]
+    write_json(data, result)
+    write_text(text, markdown(result))
+    return [data, text]
+
+
+def write(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """bench.json, bench.md, and a figure as SVG and PNG for each kind of rows."""
+    paths = write_data(result, folder)
     for kind, rows in kinds(result).items():
         chart = figure(kind, rows)
         for ending, options in (("svg", {}), ("png", {"scale_factor": 2})):

@@ -12,13 +12,12 @@ import csv
 import hashlib
 import io
 import json
-import os
 import re
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headloom.core.files import write_bytes, write_text
 from headloom.report import facts, stills, tables
 from headloom.report.figures import all_sections
 from headloom.report.records import Study, read_study
@@ -42,16 +41,16 @@ def write_report(folder: Path | str) -> Path:
     place.mkdir(exist_ok=True)
     addresses: dict[str, str] = {}
     for section in sections:
-        _write(place / f"{section.name}.csv", _csv(section.rows).encode())
+        write_text(place / f"{section.name}.csv", _csv(section.rows))
         for panel in section.panels:
             drawn = stills.svg(stills.still(section, panel, study.labels))
-            _write(place / f"{panel.name}.svg", drawn.encode())
-            _write(place / f"{panel.name}.png", stills.png(drawn))
+            write_text(place / f"{panel.name}.svg", drawn)
+            write_bytes(place / f"{panel.name}.png", stills.png(drawn))
             address = stills.data_address(drawn)
             if sum(map(len, addresses.values())) + len(address) <= STILLS:
                 addresses[panel.name] = address
     page = study.folder / "report.html"
-    _write(page, render(study, sections, addresses).encode())
+    write_text(page, render(study, sections, addresses))
     return page
 
 
@@ -168,16 +167,3 @@ def _asset(name: str) -> str:
 
 def _csp_hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace `path` in one step, so that a reader never sees half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

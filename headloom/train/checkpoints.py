@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from headloom.core.files import read_json, write_json
 from headloom.train import sharding
-from headloom.train.records import Metrics, read_json, write_json
+from headloom.train.records import Metrics
 
 FOLDER, MARKER = "checkpoints", "complete.json"
 

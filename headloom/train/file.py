@@ -19,8 +19,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headloom.core.errors import HeadloomError, near
+from headloom.core.files import write_text
 from headloom.train.config import RunConfig
-from headloom.train.records import RunResult, write_text
+from headloom.train.records import RunResult
 from headloom.train.trainer import Progress
 
 FILE = "run.yaml"

@@ -23,13 +23,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from headloom import hf
 from headloom.core.errors import HeadloomError
+from headloom.core.files import write_json
 from headloom.data import Corpus, TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
 from headloom.hf.groups import mix_groups
 from headloom.train import records
 from headloom.train.config import FineTuneConfig, GraftSpec
-from headloom.train.records import RunResult, versions, write_json
+from headloom.train.records import RunResult, versions
 from headloom.train.run import resolve, train
 
 BEFORE = "before.json"

@@ -26,6 +26,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from headloom.core.errors import HeadloomError
+from headloom.core.files import read_json, write_json, write_text
 
 CONFIG, METRICS, RESULT, FAILURE, MIXES = "config.json", "metrics.jsonl", "result.json", "failure.json", "mixes.npz"
 
@@ -121,30 +122,6 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """All whole lines of a run's metrics; a last line that was cut by a crash is left out."""
     lines = (Path(folder) / METRICS).read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file that is absent, old, or complete: to a neighbour first, flushed to disk, then renamed."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file, or None if there is none that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def write_text(path: Path, text: str) -> None:
-    """A file that is absent, old, or complete."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def open_folder(folder: Path, config: dict[str, Any]) -> None:

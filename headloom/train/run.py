@@ -18,12 +18,13 @@ from transformers.utils import logging
 
 from headloom import hf
 from headloom.core.errors import HeadloomError, RunError
+from headloom.core.files import write_json
 from headloom.data.packing import TokenData, TokenStream, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
 from headloom.ops import scores
 from headloom.train import checkpoints, records, sharding, tracking
 from headloom.train.config import Recipe, RunConfig
-from headloom.train.records import Metrics, RunResult, write_json
+from headloom.train.records import Metrics, RunResult
 from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
 from headloom.train.weights import checksum, mixing_weights, save_mixes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headloom.core.files import replaced
 from headloom.ops.mixing import Mix
 
 
@@ -37,9 +37,5 @@ def save_mixes(path: Path, names: list[str], weights: Mapping[str, Tensor]) -> N
     """The mixes as float32 arrays in an .npz, keyed by the parameter's name; no file if there are none."""
     if not names:
         return
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with replaced(path) as file:
         np.savez(file, **{name: weights[name].detach().float().cpu().numpy() for name in names})  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -151,6 +151,48 @@ def test_a_file_is_no_folder(tmp_path):
     assert done.exit_code == 2 and "is a file" in done.stderr
 
 
+@pytest.mark.parametrize("stops", ["by Ctrl-C", "killed"])
+def test_what_was_measured_outlives_the_end(stops, tmp_path, monkeypatch):
+    """Ctrl-C at the second point: the first is printed and written; killed there, it is written already."""
+    from headloom.bench import layers
+
+    class Killed(BaseException):
+        pass
+
+    measured, seen = layers.peak_bytes, []
+
+    def at_the_second_point(*arguments):
+        seen.append(arguments)
+        if len(seen) == 3:
+            raise KeyboardInterrupt if stops == "by Ctrl-C" else Killed
+        return measured(*arguments)
+
+    monkeypatch.setattr(layers, "peak_bytes", at_the_second_point)
+    command = ("memory", "--variants", "mha,gqa", *TINY[:-2], "--out", str(tmp_path / "out"), "--markdown")
+    if stops == "killed":
+        with pytest.raises(Killed):
+            CliRunner().invoke(app, ["bench", *command], catch_exceptions=False)
+    else:
+        done = call(*command)
+        assert done.exit_code == 130
+        assert "| mha | forward |" in done.stdout and "backward" not in done.stdout
+        assert "- interrupted: what stands here is all that was measured until then\n" in done.stdout
+        assert (tmp_path / "out" / "memory.svg").exists()
+    kept = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert [(row["variant"], row["mode"]) for row in kept["rows"]] == [("mha", "forward"), ("gqa", "forward")]
+    assert kept["interrupted"] is True
+    assert "interrupted" in (tmp_path / "out" / "bench.md").read_text()
+
+
+def test_ctrl_c_before_anything_is_measured(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headloom.bench.layers.peak_bytes", interrupt)
+    done = call("memory", *TINY[:-2], "--out", str(tmp_path / "out"))
+    assert done.exit_code == 130 and done.stdout == "" and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_pages_commands_are_right(command, monkeypatch):
     """Options, variants and sizes are taken; only the measurement itself is left out."""

@@ -4,8 +4,8 @@ import multiprocessing
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab import folder as folders
-from headloom.lab.folder import locked, open_folder, slug, write_csv, write_json, write_text
+from headloom.core.files import write_json
+from headloom.lab.folder import locked, open_folder, slug, write_csv
 
 
 def hold(path, study_hash, **resolved):
@@ -75,20 +75,6 @@ def test_a_second_process_is_refused(tmp_path):
     assert "another process is writing" in answers.get()
     _try(tmp_path, answers)
     assert answers.get() == "taken"
-
-
-def test_a_write_that_breaks_leaves_the_old_file_and_no_rest(tmp_path, monkeypatch):
-    path = tmp_path / "results.json"
-    write_text(path, "old")
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(folders.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_text(path, "new")
-    assert path.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_csv_quotes(tmp_path):

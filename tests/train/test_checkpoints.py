@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from headloom.core.files import write_json
 from headloom.ops.mixing import Mix
 from headloom.train import checkpoints
-from headloom.train.records import read_metrics, write_json
+from headloom.train.records import read_metrics
 from headloom.train.run import build, train
 from headloom.train.weights import checksum
 

@@ -11,7 +11,7 @@ import torch
 import headloom
 from headloom.core.errors import HeadloomError, RunError
 from headloom.train import RunConfig, RunResult
-from headloom.train.records import machine, open_folder, read_metrics, versions, write_json
+from headloom.train.records import machine, open_folder, read_metrics, versions
 from headloom.train.run import build, resolve, train
 
 
@@ -118,14 +118,6 @@ def test_saved_models_load_with_their_tokenizer(run_tiny, data, capfd):
 def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
-
-
-def test_json_is_replaced_whole_and_never_holds_nan(tmp_path):
-    path = tmp_path / "x.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(ValueError, match="JSON"):
-        write_json(path, {"a": float("nan")})
-    assert json.loads(path.read_text()) == {"a": 1}
 
 
 def test_folders_of_others_are_refused(tmp_path):

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from headloom.core.errors import HeadloomError
+from headloom.core.files import write_bytes
 from headloom.lab.engines.base import Engine, Listener
-from headloom.lab.folder import write_bytes
 from headloom.lab.work import Bundle, Failed, Job, work
 
 if TYPE_CHECKING:
