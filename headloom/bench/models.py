@@ -32,9 +32,9 @@ STATE = {"backward": (4, 4), "step": (16, 0), "train": (4, 12)}
 """Modes, and the bytes that a parameter takes all the time and while its model is at work: weight, gradient and AdamW's
 two moments in float32."""
 UNKNOWN = {"full": None, "exact": None}
-ROOM = 0.92
-"""Share of the free memory that is used: a heap that gradients come from and go back to keeps up to 9 % of it in holes
-(a process's largest size over what `Candidate.bytes` says, at 350M and 1.3B)."""
+ROOM = 0.9
+"""Share of the free memory that is used: a heap that gradients come from and go back to has holes (at 350M and 1.3B a
+process took up to 9 % more than `Candidate.bytes` says)."""
 
 
 @dataclasses.dataclass(frozen=True)
