@@ -8,10 +8,8 @@ in their Trainer (`headloom.train.pace`). Weights are float32, products bfloat16
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import gc
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ from headloom.bench.layers import COMPILED, first_compiled_call, use_of_peak
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
 from headloom.bench.subjects import FACTOR, Named, check_counts
+from headloom.core import heap
 from headloom.core.errors import HeadloomError, unknown
 from headloom.ops.scores import paths
 
@@ -336,8 +335,8 @@ def _give_back(setting: Setting) -> None:
     gc.collect()  # models refer to themselves
     if setting.device == "cuda":
         torch.cuda.empty_cache()
-    elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc's
-        libc.malloc_trim(0)
+    else:
+        heap.give_back()
 
 
 def _free(setting: Setting) -> int:

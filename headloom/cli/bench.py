@@ -64,6 +64,13 @@ class Common:
         str | None, typer.Option(help="float32, bfloat16, ... Default: float32 on CPU, bfloat16 on CUDA.")
     ] = None
     threads: Annotated[int | None, typer.Option(help="PyTorch's threads. Default: all that it takes.")] = None
+    return_memory: Annotated[
+        bool,
+        typer.Option(
+            "--return-memory",
+            help="Freed memory goes back to the system, glibc's way. Default: kept, as headloom train does.",
+        ),
+    ] = False
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and figures (SVG, PNG).")] = None
     as_json: Json = False
@@ -294,6 +301,7 @@ def _run(
 ) -> None:
     """Measure, then print and write. What is measured is kept at once: it outlives Ctrl-C, and with --out a crash."""
     from headloom.bench.setting import Peak
+    from headloom.core import heap
     from headloom.core.errors import HeadloomError
     from headloom.report import bench as report
 
@@ -302,14 +310,22 @@ def _run(
     out = common.out
     if out is not None and out.exists() and not out.is_dir():
         raise HeadloomError(f"--out must be a folder, and '{out}' is a file")
+    if common.return_memory and heap.keeps_freed():
+        raise HeadloomError("this process keeps freed memory already, for good: give --return-memory in one of its own")
+    kept = not common.return_memory and heap.keep_freed()
     with only_json_on_stdout(common.as_json) as stream, how.active():
         best = Peak(how)
-        result: dict[str, Any] = {"benchmark": name, **how.to_dict(), **about, "rows": [], "skipped": []}
-        result["load_average"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        result["variants"] = {
-            each.label: {"mechanism": each.mechanism, "options": dict(each.options)} for each in named
+        result: dict[str, Any] = {
+            "benchmark": name,
+            **how.to_dict(),
+            "freed_memory": "kept" if kept else "returned",
+            "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+            "variants": {each.label: {"mechanism": each.mechanism, "options": dict(each.options)} for each in named},
+            **about,
+            "rows": [],
+            "skipped": [],
+            "interrupted": True,  # until the last point is done
         }
-        result["interrupted"] = True
 
         def keep(rows: Sequence[dict[str, Any]], skipped: Sequence[dict[str, Any]] = ()) -> None:
             result["rows"] += rows

@@ -9,6 +9,7 @@ import typer
 
 from headloom.cli.common import INTERRUPTED, Json, console, ends_with_status, only_json_on_stdout, print_json
 from headloom.cli.graft import AllowChange, Layers, Model, Settings, To, mechanism_of
+from headloom.core.heap import keep_freed
 
 if TYPE_CHECKING:
     from headloom.train.finetune import Arm
@@ -56,6 +57,7 @@ def finetune(
     from headloom.lab.progress import Bar
     from headloom.train.finetune import finetune as run
 
+    keep_freed()
     with only_json_on_stdout(as_json) as stdout:
         try:
             with Bar() as bar:

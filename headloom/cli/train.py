@@ -9,6 +9,7 @@ import typer
 
 from headloom.cli.common import Json, console, ends_with_status, only_json_on_stdout, print_json
 from headloom.core.errors import HeadloomError
+from headloom.core.heap import keep_freed
 
 if TYPE_CHECKING:
     from headloom.train import RunConfig
@@ -59,6 +60,7 @@ def train(
         if file is not None and (variant or size):
             raise HeadloomError("a file says the whole model: leave out --variant and --size, or the file")
         run, text = _changed(file, given) if file else _from_options(variant or "", size or "tiny", given)
+        keep_freed()
         with Bar() as bar:
             bar.start(1, run.steps, 0)
             bar.run(run.name, 1)

@@ -25,7 +25,10 @@ def main(bundle_path: str) -> None:
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no message
     import headloom.train.run  # noqa: F401  # seconds of imports, before the forks
+    from headloom.core.heap import keep_freed
     from headloom.lab.work import Job
+
+    keep_freed()
 
     with open(bundle_path, "rb") as file:
         bundle = pickle.load(file)

@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from headloom.core.errors import HeadloomError, RunError
+from headloom.core.heap import keep_freed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     from headloom.train.file import read_run, train_text
     from headloom.train.run import writes_records
 
+    keep_freed()
     try:
         run, text = read_run(given.file)
         result = train_text(run, text, given.out, track=given.track, save_model=given.save_model)

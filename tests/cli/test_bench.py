@@ -23,6 +23,7 @@ RECORDED = {
     "repeats",
     "machine",
     "versions",
+    "freed_memory",
     "load_average",
     "variants",
     "rows",
@@ -182,6 +183,20 @@ def test_what_was_measured_outlives_the_end(stops, tmp_path, monkeypatch):
     assert [(row["variant"], row["mode"]) for row in kept["rows"]] == [("mha", "forward"), ("gqa", "forward")]
     assert kept["interrupted"] is True
     assert "interrupted" in (tmp_path / "out" / "bench.md").read_text()
+
+
+def test_freed_memory_is_kept_unless_told_otherwise(monkeypatch):
+    from headloom.core import heap
+
+    command = ("speed", "--variants", "mha", *TINY[:-1], "1", "--modes", "forward")
+    monkeypatch.setattr(heap, "_kept", False)
+    monkeypatch.setattr(heap, "keep_freed", lambda: True)
+    assert json.loads(call(*command, "--json").stdout)["freed_memory"] == "kept"
+    monkeypatch.setattr(heap, "keep_freed", None)  # not to be called
+    assert "; freed memory returned to the system\n" in call(*command, "--return-memory", "--markdown").stdout
+    monkeypatch.setattr(heap, "_kept", True)
+    done = call(*command, "--return-memory")
+    assert done.exit_code == 2 and "keeps freed memory already" in done.stderr
 
 
 def test_ctrl_c_before_anything_is_measured(tmp_path, monkeypatch):

@@ -42,6 +42,7 @@ RESULT = {
     "threads": 2,
     "dtype": "float32",
     "repeats": 3,
+    "freed_memory": "kept",
     "load_average": 3.21,
     "peak": {"flops_per_second": 5e10, "shape": [8, 9, 10]},
     "rows": ROWS,

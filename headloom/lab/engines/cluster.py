@@ -183,8 +183,10 @@ def train_on_worker(
 ) -> tuple[dict[str, Any] | None, str | None, Left, Said]:
     """The task: (result, None, files, last words), or (None, why it failed, files, last words)."""
     import headloom.train.run  # noqa: F401  # seconds of imports, before the clock starts
+    from headloom.core.heap import keep_freed
     from headloom.train.checkpoints import FOLDER
 
+    keep_freed()
     start, attempt = time.monotonic(), uuid.uuid4().hex
     told, last = -math.inf, (attempt, 0, math.nan)
     board.tell.remote(job.name, last)
