@@ -104,25 +104,29 @@ def steps(
     for shape, T, B, mode in points:
         setting.say(f"{mode} of a model, {shape.name}, {T:,} tokens x {B}")
         point = {"mode": mode, "size": shape.name, "tokens": T, "batch_size": B}
-        room = int(_free(setting) * ROOM) if available is None else available
-        fitting = []
-        for candidate in _candidates(variants, shape, T, B, original):
-            if candidate.bytes(mode) > room:
-                reason = f"needs {candidate.bytes(mode) / GIB:.1f} GiB, {room / GIB:.1f} available"
-                setting.say(f"{candidate.label} left out: {reason}")
-                skipped.append({"variant": candidate.label, **point, "reason": reason})
-                setting.keep([], skipped[-1:])
-            else:
-                fitting.append(candidate)
+
+        def fits(candidate: Candidate, mode: str = mode, point: dict[str, Any] = point) -> bool:
+            room = _room(setting, available)
+            if candidate.bytes(mode) <= room:
+                return True
+            reason = f"needs {candidate.bytes(mode) / GIB:.1f} GiB, {room / GIB:.1f} available"
+            setting.say(f"{candidate.label} left out: {reason}")
+            skipped.append({"variant": candidate.label, **point, "reason": reason})
+            setting.keep([], skipped[-1:])
+            return False
+
+        fitting = [candidate for candidate in _candidates(variants, shape, T, B, original) if fits(candidate)]
         if not fitting:
             continue
         if peak is not None:
             peak.measure()
         held = sum(candidate.held(mode) for candidate in fitting)
-        together = held + max(candidate.during(mode) for candidate in fitting) <= room
+        together = held + max(candidate.during(mode) for candidate in fitting) <= _room(setting, available)
         timings: dict[str, Timing] = {}
         for group in [fitting] if together else [[candidate] for candidate in fitting]:
             if not together:
+                if not fits(group[0]):  # those before it have left less than there was
+                    continue
                 setting.say(f"{group[0].label} alone, since not all fit memory together")
             if mode == "train":
                 timed, about = _in_training(group, shape, T, B, setting)
@@ -337,6 +341,10 @@ def _give_back(setting: Setting) -> None:
         torch.cuda.empty_cache()
     else:
         heap.give_back()
+
+
+def _room(setting: Setting, available: int | None) -> int:
+    return int(_free(setting) * ROOM) if available is None else available
 
 
 def _free(setting: Setting) -> int:

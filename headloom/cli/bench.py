@@ -312,13 +312,13 @@ def _run(
         raise HeadloomError(f"--out must be a folder, and '{out}' is a file")
     if common.return_memory and heap.keeps_freed():
         raise HeadloomError("this process keeps freed memory already, for good: give --return-memory in one of its own")
-    kept = not common.return_memory and heap.keep_freed()
+    if not common.return_memory:
+        heap.keep_freed()
     with only_json_on_stdout(common.as_json) as stream, how.active():
         best = Peak(how)
         result: dict[str, Any] = {
             "benchmark": name,
             **how.to_dict(),
-            "freed_memory": "kept" if kept else "returned",
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
             "variants": {each.label: {"mechanism": each.mechanism, "options": dict(each.options)} for each in named},
             **about,

@@ -18,7 +18,7 @@ _kept = False
 def keep_freed() -> bool:
     """Keep freed memory for the process's next requests, until it ends; whether it does (only glibc can be told)."""
     global _kept
-    libc = _glibc()
+    libc = glibc()
     if libc is not None:
         # never cut the heap at its top, and take nothing from outside it; -1 is the largest size there is
         _kept = bool(libc.mallopt(_TRIM_THRESHOLD, -1)) and bool(libc.mallopt(_MMAP_MAX, 0))
@@ -32,11 +32,12 @@ def keeps_freed() -> bool:
 
 def give_back() -> None:
     """Return what is free now, so that what the system has left can be asked."""
-    libc = _glibc()
+    libc = glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
-def _glibc() -> ctypes.CDLL | None:
+def glibc() -> ctypes.CDLL | None:
+    """The process's C library, if it is one that can be told."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headloom.core.errors import HeadloomError
 from headloom.core.files import read_json, write_json, write_text
+from headloom.core.heap import keeps_freed
 
 CONFIG, METRICS, RESULT, FAILURE, MIXES = "config.json", "metrics.jsonl", "result.json", "failure.json", "mixes.npz"
 
@@ -165,8 +166,8 @@ def versions() -> dict[str, str]:
 
 
 def machine(accelerator: str | None = None, *, sharded: bool = False) -> dict[str, str | int | float]:
-    """Processor, cores, memory in GiB, operating system, the accelerator if one was used, how many processes share
-    the work if several do, and whether they share the weights too."""
+    """Processor, cores, memory in GiB, operating system, whether this process keeps freed memory, the accelerator if
+    one was used, how many processes share the work if several do, and whether they share the weights too."""
     about: dict[str, str | int | float] = {
         "processor": _processor(),
         "architecture": platform.machine(),
@@ -174,6 +175,8 @@ def machine(accelerator: str | None = None, *, sharded: bool = False) -> dict[st
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": platform.system(),
     }
+    if keeps_freed():
+        about["freed_memory"] = "kept"
     if world_size() > 1:
         about["processes"] = world_size()
     if sharded:

@@ -103,6 +103,17 @@ def test_what_does_not_fit_is_left_out_and_what_fits_alone_runs_alone(monkeypatc
     assert groups == [["mha"], ["iha"], ["mha"], ["iha", "mha"]]
 
 
+def test_a_model_that_no_longer_fits_is_left_out(monkeypatch):
+    """What the models before it have kept is not there for the next."""
+    iha, mha = (models._candidates([each], SHAPE, SHAPE.tokens, 1, False)[0] for each in (IHA, MHA))
+    enough = -int(-iha.bytes("step") // models.ROOM)
+    free = [enough, enough, enough, enough, mha.bytes("step")]  # two looked at, whether together, the first, the second
+    monkeypatch.setattr(models, "_free", lambda setting: free.pop(0))
+    rows, skipped = steps([MHA, IHA], [SHAPE], HOW, tokens=[], batch_sizes=[1])
+    assert free == [] and [row["variant"] for row in rows] == ["mha"]
+    assert [row["variant"] for row in skipped] == ["iha"]
+
+
 def test_what_no_machine_has_is_said_in_gib(monkeypatch):
     monkeypatch.setattr(models, "_free", lambda setting: 2**40)
     huge = Shape("huge", 8, {**ARGUMENTS, "hidden_size": 2**17, "intermediate_size": 2**18})

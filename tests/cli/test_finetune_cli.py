@@ -90,7 +90,8 @@ def test_finished_runs_are_kept(tuned, tune, monkeypatch):
     _, out = tuned
     before = json.loads((out / "result.json").read_text())
     (out / "grafted" / "seed-1" / "result.json").unlink()
-    started = []
+    started, asked = [], []
+    monkeypatch.setattr("headloom.cli.finetune.keep_freed", lambda: asked.append("keeps freed memory"))
     import headloom.train.finetune as module
 
     real = module.train
@@ -98,6 +99,7 @@ def test_finished_runs_are_kept(tuned, tune, monkeypatch):
         module, "train", lambda config, *a, **k: started.append((config.name, config.seed)) or real(config, *a, **k)
     )
     done = tune(out, *IHA, "--layers", "0", "--seeds", "2", "--json")
+    assert asked == ["keeps freed memory"]
     assert done.exit_code == 0, done.output
     assert started == [("grafted", 1)]
     again = json.loads(done.stdout)

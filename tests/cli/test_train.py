@@ -50,10 +50,13 @@ def test_tensorboard_has_every_step(made):
     assert [point.value for point in losses] == pytest.approx([loss for _, loss in expected])
 
 
-def test_its_file_makes_it_again(made, tmp_path):
+def test_its_file_makes_it_again(made, tmp_path, monkeypatch):
     _, out = made
+    asked = []
+    monkeypatch.setattr("headloom.cli.train.keep_freed", lambda: asked.append("keeps freed memory"))
     again = call(out / "run.yaml", "--out", tmp_path / "again", "--json")
     assert again.exit_code == 0, again.output
+    assert asked == ["keeps freed memory"]
     first = json.loads((out / "result.json").read_text())
     assert json.loads(again.stdout)["weights"] == first["weights"]
     assert not (tmp_path / "again" / "tracking").exists()  # off by default

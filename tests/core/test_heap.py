@@ -41,7 +41,7 @@ def run(how):
     return json.loads(done.stdout)
 
 
-@pytest.mark.skipif(heap._glibc() is None, reason="other allocators cannot be told what to do with freed memory")
+@pytest.mark.skipif(heap.glibc() is None, reason="other allocators cannot be told what to do with freed memory")
 def test_memory_is_kept_only_when_asked():
     kept, usual = run("keep"), run("usual")
     assert kept["said"] is True and usual["said"] is False

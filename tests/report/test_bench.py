@@ -37,12 +37,11 @@ ROWS = [
 ]
 RESULT = {
     "benchmark": "models",
-    "machine": {"processor": "a processor"},
+    "machine": {"processor": "a processor", "freed_memory": "kept"},
     "versions": {"torch": "2.0"},
     "threads": 2,
     "dtype": "float32",
     "repeats": 3,
-    "freed_memory": "kept",
     "load_average": 3.21,
     "peak": {"flops_per_second": 5e10, "shape": [8, 9, 10]},
     "rows": ROWS,
