@@ -18,15 +18,11 @@ SHAPES = {"cpu": ((512, 512, 512), (1024, 1024, 1024), (4096, 1024, 1024)), "cud
 """(rows, columns, inner) of the products that are tried for the peak."""
 
 
-Row = dict[str, Any]
-"""What was measured of one variant at one point, or why it was left out."""
-
-
 def _silent(text: str) -> None:
     pass
 
 
-def _unkept(rows: Sequence[Row], skipped: Sequence[Row] = ()) -> None:
+def _unkept(rows: Sequence[dict[str, Any]], skipped: Sequence[dict[str, Any]] = ()) -> None:
     pass
 
 
@@ -88,7 +84,7 @@ class Setting:
         return {
             **{name: getattr(self, name) for name in fields},
             "threads": self.threads or torch.get_num_threads(),
-            "machine": records.machine(torch.cuda.get_device_name() if self.device == "cuda" else None),
+            "machine": records.ran_on(torch.cuda.get_device_name() if self.device == "cuda" else None),
             "versions": records.versions(),
         }
 

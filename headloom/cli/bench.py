@@ -299,7 +299,8 @@ def _run(
     common: Common,
     about: dict[str, Any],
 ) -> None:
-    """Measure, then print and write. What is measured is kept at once: it outlives Ctrl-C, and with --out a crash."""
+    """Measure, then print and write. What is measured is kept at once: it outlives Ctrl-C and errors, and with --out
+    a process that is killed."""
     from headloom.bench.setting import Peak
     from headloom.core import heap
     from headloom.core.errors import HeadloomError
@@ -310,10 +311,12 @@ def _run(
     out = common.out
     if out is not None and out.exists() and not out.is_dir():
         raise HeadloomError(f"--out must be a folder, and '{out}' is a file")
-    if common.return_memory and heap.keeps_freed():
-        raise HeadloomError("this process keeps freed memory already, for good: give --return-memory in one of its own")
     if not common.return_memory:
         heap.keep_freed()
+    elif heap.freed_memory() is None:
+        raise HeadloomError("--return-memory is for glibc, and this is another C library: leave it out")
+    elif heap.freed_memory() == "kept":
+        raise HeadloomError("this process keeps freed memory already, for good: give --return-memory in one of its own")
     with only_json_on_stdout(common.as_json) as stream, how.active():
         best = Peak(how)
         result: dict[str, Any] = {
@@ -335,12 +338,14 @@ def _run(
             if out is not None:
                 report.write_data(result, out)
 
+        stopped: BaseException | None = None
         try:
             measure(dataclasses.replace(how, keep=keep), best)
             result["interrupted"] = False
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Exception) as error:
             if not result["rows"]:
                 raise
+            stopped = error
         if out is not None:
             for path in report.write(result, out):
                 typer.echo(f"wrote {path}", err=True)
@@ -350,8 +355,10 @@ def _run(
             typer.echo(report.markdown(result), nl=False)
         else:
             _show(result)
-    if result["interrupted"]:
+    if isinstance(stopped, KeyboardInterrupt):
         raise typer.Exit(INTERRUPTED)
+    if stopped is not None:
+        raise stopped
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     where = machine.get("accelerator", machine["processor"])
     lines = [f"{where}, {threads}; {result['dtype']}; torch {versions['torch']}"]
     if result["benchmark"] != "memory":
-        freed = "" if machine.get("freed_memory") == "kept" else "; freed memory returned to the system"
+        freed = "; freed memory returned to the system" if machine.get("freed_memory") == "returned" else ""
         lines[0] += f"; medians of {result['repeats']} repetitions (quartiles){freed}"
     if (result.get("load_average") or 0) > 1:
         lines.append(f"the machine was not quiet: load average {result['load_average']:.1f} when it began")

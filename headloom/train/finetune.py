@@ -237,7 +237,7 @@ def _result(out: Path, configs: Runs, data: TokenData) -> dict[str, Any]:
         "complete": sum(len(arm["runs"]) for arm in arms.values()) == len(configs),
         "arms": arms,
         "versions": versions(),
-        "machine": records.machine(),
+        "machine": records.ran_on(),
     }
     write_json(out / records.RESULT, found)
     return found

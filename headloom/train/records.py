@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headloom.core.errors import HeadloomError
 from headloom.core.files import read_json, write_json, write_text
-from headloom.core.heap import keeps_freed
+from headloom.core.heap import freed_memory
 
 CONFIG, METRICS, RESULT, FAILURE, MIXES = "config.json", "metrics.jsonl", "result.json", "failure.json", "mixes.npz"
 
@@ -165,18 +165,23 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine(accelerator: str | None = None, *, sharded: bool = False) -> dict[str, str | int | float]:
-    """Processor, cores, memory in GiB, operating system, whether this process keeps freed memory, the accelerator if
-    one was used, how many processes share the work if several do, and whether they share the weights too."""
-    about: dict[str, str | int | float] = {
+def machine() -> dict[str, str | int | float]:
+    """Processor, cores, memory in GiB and operating system."""
+    return {
         "processor": _processor(),
         "architecture": platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": platform.system(),
     }
-    if keeps_freed():
-        about["freed_memory"] = "kept"
+
+
+def ran_on(accelerator: str | None = None, *, sharded: bool = False) -> dict[str, str | int | float]:
+    """The machine and how this process uses it: what becomes of freed memory where that is known, the accelerator if
+    one was used, how many processes share the work if several do, and whether they share the weights too."""
+    about = machine()
+    if freed := freed_memory():
+        about["freed_memory"] = freed
     if world_size() > 1:
         about["processes"] = world_size()
     if sharded:

@@ -274,7 +274,7 @@ def _result(
         score_paths=paths,
         fingerprint=data.fingerprint,
         versions=records.versions(),
-        machine=records.machine(
+        machine=records.ran_on(
             torch.cuda.get_device_name() if run.device == "cuda" else None, sharded=trainer.is_fsdp_enabled
         ),
     )

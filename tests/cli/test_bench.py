@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import headloom
 from headloom.cli.app import app
+from headloom.core.errors import HeadloomError
 
 PAGE = (Path(headloom.__file__).parent.parent / "docs" / "performance.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^headloom bench ((?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
@@ -151,9 +152,9 @@ def test_a_file_is_no_folder(tmp_path):
     assert done.exit_code == 2 and "is a file" in done.stderr
 
 
-@pytest.mark.parametrize("stops", ["by Ctrl-C", "killed"])
+@pytest.mark.parametrize("stops", ["by Ctrl-C", "by an error", "killed"])
 def test_what_was_measured_outlives_the_end(stops, tmp_path, monkeypatch):
-    """Ctrl-C at the second point: the first is printed and written; killed there, it is written already."""
+    """Stopped at the second point: the first is printed and written; killed there, it is written already."""
     from headloom.bench import layers
 
     class Killed(BaseException):
@@ -164,7 +165,7 @@ def test_what_was_measured_outlives_the_end(stops, tmp_path, monkeypatch):
     def at_the_second_point(*arguments):
         seen.append(arguments)
         if len(seen) == 3:
-            raise KeyboardInterrupt if stops == "by Ctrl-C" else Killed
+            raise {"by Ctrl-C": KeyboardInterrupt, "by an error": HeadloomError("too much"), "killed": Killed}[stops]
         return measured(*arguments)
 
     monkeypatch.setattr(layers, "peak_bytes", at_the_second_point)
@@ -174,7 +175,8 @@ def test_what_was_measured_outlives_the_end(stops, tmp_path, monkeypatch):
             CliRunner().invoke(app, ["bench", *command], catch_exceptions=False)
     else:
         done = call(*command)
-        assert done.exit_code == 130
+        assert done.exit_code == (130 if stops == "by Ctrl-C" else 2)
+        assert ("error: too much" in done.stderr) == (stops == "by an error")
         assert "| mha | forward |" in done.stdout and "backward" not in done.stdout
         assert "- interrupted: what stands here is all that was measured until then\n" in done.stdout
         assert (tmp_path / "out" / "memory.svg").exists()
@@ -188,6 +190,7 @@ def test_freed_memory_is_kept_unless_told_otherwise(monkeypatch):
     from headloom.core import heap
 
     command = ("speed", "--variants", "mha", *TINY[:-1], "1", "--modes", "forward")
+    monkeypatch.setattr(heap, "_glibc", object)
     monkeypatch.setattr(heap, "_kept", False)
     monkeypatch.setattr(heap, "keep_freed", lambda: monkeypatch.setattr(heap, "_kept", True))
     assert json.loads(call(*command, "--json").stdout)["machine"]["freed_memory"] == "kept"
@@ -197,6 +200,9 @@ def test_freed_memory_is_kept_unless_told_otherwise(monkeypatch):
     monkeypatch.setattr(heap, "_kept", True)
     done = call(*command, "--return-memory")
     assert done.exit_code == 2 and "keeps freed memory already" in done.stderr
+    monkeypatch.setattr(heap, "_glibc", lambda: None)
+    done = call(*command, "--return-memory")
+    assert done.exit_code == 2 and "another C library: leave it out" in done.stderr
 
 
 def test_ctrl_c_before_anything_is_measured(tmp_path, monkeypatch):
@@ -220,4 +226,4 @@ def test_the_pages_commands_are_right(command, monkeypatch):
 
 
 def test_no_command_of_the_page_was_missed():
-    assert len(COMMANDS) == PAGE.count("\nheadloom bench ") == 21
+    assert len(COMMANDS) == PAGE.count("\nheadloom bench ") == 22

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from headloom.core.errors import HeadloomError, RunError
-from headloom.core.heap import glibc
 from headloom.lab.compare import Interrupted, compare, make_spec
 from headloom.lab.plan import make_plan
 from headloom.lab.progress import Progress
@@ -54,7 +53,7 @@ def test_every_run_is_made_seed_by_seed(made, told):
         folder = made.folder / run["folder"]
         result = json.loads((folder / "result.json").read_text())
         assert result["bits_per_byte"] == run["bits_per_byte"]
-        assert ("freed_memory" in result["machine"]) == (glibc() is not None), "its process kept freed memory"
+        assert result["machine"].get("freed_memory") != "returned", "its process kept freed memory"
         losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in losses if line.get("kind") == "train"] == [1, 2, 3]
         config = json.loads((folder / "config.json").read_text())

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.core.heap import glibc
 from headloom.lab.engines import Listener
 from headloom.lab.engines import cluster as engines
 from headloom.lab.progress import Progress
@@ -103,7 +102,7 @@ def test_a_killed_worker_costs_a_retry_and_the_numbers_are_the_same(cluster, tex
     assert len(lines) == 151
     assert (tmp_path / "there" / "runs" / "iha-seed1" / "mixes.npz").is_file()
     result = json.loads((tmp_path / "there" / "runs" / "iha-seed1" / "result.json").read_text())
-    assert ("freed_memory" in result["machine"]) == (glibc() is not None), "its process kept freed memory"
+    assert result["machine"].get("freed_memory") != "returned", "its process kept freed memory"
 
     assert list((tmp_path / "there" / "runs" / "iha-seed1" / "tracking").iterdir())
     assert [told.steps[number][-1] for number in (1, 2, 3, 4)] == [150] * 4

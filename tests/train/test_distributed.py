@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 import headloom  # noqa: F401  (registers our models)
 from headloom.core.errors import HeadloomError
-from headloom.core.heap import glibc
 from headloom.train import sharding
 from headloom.train.file import read_run, train_text
 from headloom.train.records import read_metrics
@@ -93,7 +92,7 @@ def test_two_processes_equal_one(file, one, tmp_path):
     said = launch("--multi_gpu", "-m", "headloom.train", file, "--out", tmp_path / "two", "--save-model")
     assert said.count("bits per byte") == 1  # the first process speaks for both
     machine = json.loads((tmp_path / "two" / "result.json").read_text())["machine"]
-    assert ("freed_memory" in machine) == (glibc() is not None), "its processes kept freed memory"
+    assert machine.get("freed_memory") != "returned", "its processes kept freed memory"
     assert_same(one, tmp_path / "two")
 
 

@@ -11,7 +11,7 @@ import torch
 import headloom
 from headloom.core.errors import HeadloomError, RunError
 from headloom.train import RunConfig, RunResult
-from headloom.train.records import machine, open_folder, read_metrics, versions
+from headloom.train.records import machine, open_folder, ran_on, read_metrics, versions
 from headloom.train.run import build, resolve, train
 
 
@@ -135,6 +135,7 @@ def test_folders_of_others_are_refused(tmp_path):
 
 
 def test_the_record_names_no_host_and_no_path():
-    told = json.dumps(machine("an accelerator") | versions())
+    told = json.dumps(ran_on("an accelerator") | versions())
     assert platform.node() not in told and "/" not in told.replace("Linux", "")
-    assert machine("an accelerator")["accelerator"] == "an accelerator" and "accelerator" not in machine()
+    assert ran_on("an accelerator")["accelerator"] == "an accelerator" and "accelerator" not in ran_on()
+    assert machine().items() < ran_on("an accelerator").items() and "freed_memory" not in machine()
