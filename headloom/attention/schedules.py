@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from headloom.attention.config import need
-from headloom.core.config import Config, check_names, fields_of
-from headloom.core.errors import HeadloomError, near, unknown
+from headloom.core.config import Config, check_names, fields_of, unknown_option
+from headloom.core.errors import HeadloomError, unknown
 from headloom.core.registry import Registry
 
 Spec = tuple[str, dict[str, Any]]
@@ -114,11 +114,9 @@ def pattern_of(name: str, options: Mapping[str, Any], *, num_layers: int, tokens
     classes = option_classes(name)
     if name not in _SCHEDULES:
         return [(name, dict(options))]
-    allowed = {field: None for cls in classes for field in fields_of(cls)}
     for option in options:
-        if option not in allowed:
-            names = ", ".join(allowed)
-            raise HeadloomError(f"unknown option '{option}' of {name}.{near(option, allowed)} Allowed: {names}")
+        if not any(option in fields_of(cls) for cls in classes):
+            raise unknown_option(option, classes, of=name)
     found = _SCHEDULES[name]
     mine = fields_of(found.config_cls)
     own = found.config_cls(**{key: value for key, value in options.items() if key in mine})
@@ -186,7 +184,7 @@ def schedule(
             )
         pattern = [(name, {**own, "window": window}) for (name, own), window in zip(pattern, windows, strict=True)]
     for name, own in pattern:
-        check_names(option_classes(name)[0], own)
+        check_names(option_classes(name)[0], own, of=name)
     return over_depth(pattern, num_layers)
 
 

@@ -52,12 +52,13 @@ class _Written(BaseModel):
 class Entry(_Written):
     """A variant, or several by `sweep`.
 
-    use: "iha:pseudo_heads=2". label: what it is called. set: axes in which it is set apart, each declared in the
-    study's `axes`. sweep: axis or option -> the values it takes, every combination a variant. knob: match -> the knob
-    turned for this one. against: the label it is compared with.
+    use: "iha:pseudo_heads=2". options: more options of it, with YAML's types. label: what it is called. set: axes in
+    which it is set apart, each declared in the study's `axes`. sweep: axis or option -> the values it takes, every
+    combination a variant. knob: match -> the knob turned for this one. against: the label it is compared with.
     """
 
     use: Text
+    options: dict[str, Any] = {}
     label: Text | None = None
     set: dict[Axis, Int] = {}
     sweep: dict[str, tuple[Any, ...]] = {}

@@ -6,7 +6,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from transformers.utils import logging
 from headloom import hf
 from headloom.core.errors import HeadloomError, RunError
 from headloom.core.files import write_json
+from headloom.core.locks import locked
 from headloom.data.packing import TokenData, TokenStream, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
 from headloom.ops import scores
@@ -136,13 +137,13 @@ def train(
     Several processes (accelerate launch) share every batch; the first one writes.
 
     Raises:
-        HeadloomError: the call is wrong; nothing was started.
+        HeadloomError: the call is wrong, or another process is writing the folder; nothing was started.
         RunError: loss or gradient is not finite; the folder then holds failure.json and all metrics up to that step.
     """
     folder, run = Path(folder), resolve(run, data, tokenizer)
     tracking.check(track, folder)
     writes = writes_records()
-    with isolated(run):
+    with locked(folder) if writes else nullcontext(), isolated(run):
         model = make_model(run, tokenizer)
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
         if writes:
