@@ -22,6 +22,14 @@ SIZES = {"hidden_size": 768, "num_heads": 12, "head_dim": 64, "rope_theta": 1000
 TOKENS = 2048
 """The shape of the numbers: GPT-3's 125M."""
 
+TERNARY = (
+    'With `projection="bit"` the output projection rounds the result of attention to 255 levels. A cached and a full '
+    "pass add that result up in different orders; where it stands halfway between two levels, to the last bit, they may "
+    "take neighbouring ones, and the two passes then differ by one level in that token (about 1 token in 1,000 in "
+    "float32). Queries, keys and values are the same bit for bit."
+)
+"""What ternary projections cannot promise."""
+
 Options = Mapping[str, Mapping[str, Any]]
 
 
@@ -163,6 +171,7 @@ def markdown(reference: str, options: Options | None = None) -> str:
     ]
     if small:
         notes.append(f"Of {', '.join(small)} they are of the tiny config, which suits it better.")
+    notes.append(TERNARY)
     head = ["name", "title", "paper", "cache", "scores", "parameters", "graft"]
     lines = [
         "# Mechanisms",
