@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,6 +21,31 @@ def _collections_stay_short():
     """Every training collects garbage, several times: it need not walk over all that earlier modules left alive."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def held_elsewhere():
+    """held_elsewhere(folder): another process writes the folder, until the test ends."""
+    context = multiprocessing.get_context("fork")
+    holders = []
+
+    def hold(folder, ready):
+        from headloom.core.locks import locked
+
+        with locked(folder):
+            ready.put(True)
+            time.sleep(600)
+
+    def start(folder):
+        ready = context.SimpleQueue()
+        holders.append(context.Process(target=hold, args=(folder, ready), daemon=True))
+        holders[-1].start()
+        assert ready.get()
+
+    yield start
+    for holder in holders:
+        holder.kill()
+        holder.join()
 
 
 @pytest.fixture(autouse=True)

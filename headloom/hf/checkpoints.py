@@ -77,9 +77,9 @@ def _given(file: str | None) -> dict[str, Any]:
     return {"trust_remote_code": False, **({"gguf_file": file} if file else {})}
 
 
-def new_folder(out: Path) -> None:
-    """Refuse a place that holds something already. Raises HeadloomError."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def new_folder(out: Path, *, besides: str | None = None) -> None:
+    """Refuse a place that holds something already, other than a file called `besides`. Raises HeadloomError."""
+    if out.exists() and (not out.is_dir() or any(entry.name != besides for entry in out.iterdir())):
         raise HeadloomError(f"'{out}' exists and is not empty: give a new folder, or remove this one")
 
 

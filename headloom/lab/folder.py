@@ -1,22 +1,20 @@
-"""A study's folder: who may write into it, and writes that are whole or absent."""
+"""A study's folder: which one it is, what may be in it, and what its files are called."""
 
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headloom.core.errors import HeadloomError
 from headloom.core.files import read_json, write_text
+from headloom.core.locks import LOCK
 from headloom.lab.fairness import differences
 
 DEFAULT_NAME = "headloom-compare"
-LOCK = ".lock"
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -92,28 +90,3 @@ def _what_differs(held: Mapping[str, Any], resolved: Mapping[str, Any], shown: i
     texts = [f"{key} {values['there']!r} there, {values['here']!r} here" for key, values in found.items()]
     more = f"; and {len(texts) - shown} more" if len(texts) > shown else ""
     return "; ".join(text if len(text) < 160 else text.split(" ")[0] for text in texts[:shown]) + more
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a process is writing the folder."""
-    try:
-        with open(folder / LOCK) as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder while writing; a second process is refused instead of mixing its runs in."""
-    with open(folder / LOCK, "w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise HeadloomError(
-                f"another process is writing '{folder}': wait for it, or choose another --out"
-            ) from None
-        yield

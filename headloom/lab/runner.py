@@ -24,8 +24,8 @@ from typing import Any
 
 from headloom.core.errors import RunError
 from headloom.core.files import read_json, write_json, write_text
+from headloom.core.locks import locked
 from headloom.lab.engines import Engine, Listener, open_engine
-from headloom.lab.folder import locked
 from headloom.lab.plan import Plan
 from headloom.lab.progress import Progress
 from headloom.lab.results import folder_of, is_beyond, read_run, read_runs, summarise, write_results

@@ -8,8 +8,8 @@ from typing import Any
 
 from headloom.core.errors import HeadloomError, near
 from headloom.core.files import read_json
+from headloom.core.locks import is_locked
 from headloom.lab.fairness import differences
-from headloom.lab.folder import is_locked
 from headloom.lab.resolve import resolve
 from headloom.lab.results import is_beyond, read_runs
 from headloom.lab.spec import StudySpec

@@ -10,12 +10,12 @@ process here ends: nobody trains for a study that is gone.
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import json
 import os
 import pickle
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,16 +55,16 @@ def _line() -> bytes:
 
 
 def _child(job: Any, bundle: Any, channel: IO[str]) -> None:
+    from headloom.core.locks import locked
     from headloom.lab.work import Failed, work
 
-    status = 1
+    status, hold = 1, ExitStack()
     try:
         threading.Thread(target=_watch, daemon=True).start()
         if job.folder is not None:
-            Path(job.folder).mkdir(parents=True, exist_ok=True)
-            log = os.open(Path(job.folder) / "log.txt", os.O_WRONLY | os.O_CREAT, 0o644)
-            fcntl.flock(log, fcntl.LOCK_EX)  # a run of a study that was just killed may be a moment from its end
-            os.ftruncate(log, 0)
+            # a run of a study that was just killed may be a moment from its end
+            hold.enter_context(locked(Path(job.folder), wait=True))
+            log = os.open(Path(job.folder) / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(log, 1)
             os.dup2(log, 2)
         faulthandler.enable()
@@ -79,6 +79,7 @@ def _child(job: Any, bundle: Any, channel: IO[str]) -> None:
 
         traceback.print_exc()
     finally:
+        hold.close()
         sys.stderr.flush()
         os._exit(status)
 

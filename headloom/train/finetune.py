@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from headloom import hf
 from headloom.core.errors import HeadloomError
 from headloom.core.files import write_json
+from headloom.core.locks import LOCK, locked
 from headloom.data import Corpus, TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
@@ -34,6 +35,7 @@ from headloom.train.records import RunResult, versions
 from headloom.train.run import resolve, train
 
 BEFORE = "before.json"
+Runs = Mapping[tuple[str, int], FineTuneConfig]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ def finetune(
     Returns:
         What result.json holds.
     Raises:
-        HeadloomError: a wrong call; nothing was trained.
+        HeadloomError: a wrong call, or another process is writing `out`; nothing was trained.
         RunError: a run's numbers are no longer finite; what was finished before it stays.
     """
     out = Path(out)
@@ -95,20 +97,21 @@ def finetune(
     data = prepare(corpus, tokenizer, context=first.tokens, validation_bytes=validation_bytes)
     asked = {"fingerprint": data.fingerprint, "runs": [config.to_dict() for config in configs.values()]}
     _check(out, asked)
-    done = {key for key, config in configs.items() if _finished(_folder(out, *key), resolve(config, data, tokenizer))}
-    if progress:
-        progress.start(len(configs), first.steps, len(done))
-    for number, (key, config) in enumerate(configs.items(), start=1):
-        if key in done:
-            continue
+    with locked(out):
+        done = {key for key, run in configs.items() if _finished(_folder(out, *key), resolve(run, data, tokenizer))}
         if progress:
-            progress.run("{} seed {}".format(*key), number)
-        told = partial(progress.step, number) if progress else None
-        result = _train(config, data, tokenizer, out, asked, save_models, checkpoint_seconds, told)
-        if progress:
-            progress.ran(number, f"{result.bits_per_byte:.4f} bits per byte after {result.train_seconds:.0f} s")
-        _result(out, configs, data)
-    return _result(out, configs, data)
+            progress.start(len(configs), first.steps, len(done))
+        for number, (key, config) in enumerate(configs.items(), start=1):
+            if key in done:
+                continue
+            if progress:
+                progress.run("{} seed {}".format(*key), number)
+            told = partial(progress.step, number) if progress else None
+            result = _train(config, data, tokenizer, out, asked, save_models, checkpoint_seconds, told)
+            if progress:
+                progress.ran(number, f"{result.bits_per_byte:.4f} bits per byte after {result.train_seconds:.0f} s")
+            _result(out, configs, data)
+        return _result(out, configs, data)
 
 
 def _train(
@@ -190,9 +193,6 @@ def _fits(model: PreTrainedModel, run: FineTuneConfig, tokenizer: PreTrainedToke
 
 
 # ---- the folder -----------------------------------------------------------------------------------------------------
-Runs = Mapping[tuple[str, int], FineTuneConfig]
-
-
 def _folder(out: Path, name: str, seed: int) -> Path:
     return out / name / f"seed-{seed}"
 
@@ -201,7 +201,7 @@ def _check(out: Path, asked: dict[str, Any]) -> None:
     """Refuse a folder that holds something else."""
     held = out / records.CONFIG
     if not held.is_file():
-        checkpoints.new_folder(out)
+        checkpoints.new_folder(out, besides=LOCK)
     elif json.loads(held.read_text(encoding="utf-8")) != asked:
         raise HeadloomError(
             f"'{out}' holds another fine-tuning (other data or settings): give another folder, or remove this one"

@@ -6,7 +6,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from transformers.utils import logging
 from headloom import hf
 from headloom.core.errors import HeadloomError, RunError
 from headloom.core.files import write_json
+from headloom.core.locks import locked
 from headloom.data.packing import TokenData, TokenStream, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
 from headloom.ops import scores
@@ -75,6 +76,12 @@ def resolve(run: R, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> R:
             f"run '{run.name}' was made for data {run.fingerprint[:12]}, but got {data.fingerprint[:12]}. "
             "Give the same text, tokenizer and validation size, or leave fingerprint out."
         )
+    part = data.leading.bytes if run.evaluations else run.evaluation_bytes
+    if run.evaluation_bytes not in (None, part):
+        raise HeadloomError(
+            f"run '{run.name}' has evaluation_bytes {run.evaluation_bytes}, but its data were prepared for evaluations "
+            f"along the way on {part} bytes. Leave evaluation_bytes out."
+        )
     if data.train.rows(run.tokens) < 1:
         raise HeadloomError(
             f"too little text: {len(data.train.ids)} training tokens do not fill one row of {run.tokens}. "
@@ -88,6 +95,7 @@ def resolve(run: R, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> R:
     filled = {
         "vocab_size": len(tokenizer),
         "fingerprint": data.fingerprint,
+        "evaluation_bytes": part,
         "device": device,
         "threads": run.threads or torch.get_num_threads(),
         "eval_batch_size": run.eval_batch_size or run.micro_batch_size,
@@ -129,13 +137,13 @@ def train(
     Several processes (accelerate launch) share every batch; the first one writes.
 
     Raises:
-        HeadloomError: the call is wrong; nothing was started.
+        HeadloomError: the call is wrong, or another process is writing the folder; nothing was started.
         RunError: loss or gradient is not finite; the folder then holds failure.json and all metrics up to that step.
     """
     folder, run = Path(folder), resolve(run, data, tokenizer)
     tracking.check(track, folder)
     writes = writes_records()
-    with isolated(run):
+    with locked(folder) if writes else nullcontext(), isolated(run):
         model = make_model(run, tokenizer)
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
         if writes:
@@ -159,8 +167,9 @@ def train(
             metrics,
             partial(evaluate, data.validation),
             on_progress if writes else None,
+            evaluate_part=None if data.leading is data.validation else partial(evaluate, data.leading),
             flops_per_token=flops_per_token,
-            before=[record for record in before if record["kind"] == "train"],
+            before=before,
         )
         caching = model.config.use_cache
         try:
@@ -258,6 +267,8 @@ def _result(
         validation_tokens=measured.tokens,
         validation_bytes=measured.bytes,
         validation_text=measured.text,
+        curve=tuple(recorder.curve),
+        curve_text=recorder.curve_text,
         selection_bits_per_byte=selection_bits,
         weights=weights,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),

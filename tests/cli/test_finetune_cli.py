@@ -180,6 +180,17 @@ def test_a_model_that_is_a_graft_already(tune, llama_folder, tmp_path):
     assert alone.exit_code == 0 and "ungrafted" not in alone.stdout
 
 
+def test_two_at_once_are_refused_and_a_killed_one_blocks_nobody(tune, held_elsewhere, tmp_path):
+    held_elsewhere(tmp_path / "out")
+    done = tune(tmp_path / "out", *IHA)
+    assert done.exit_code == 2 and "another process is writing" in done.stderr and "Traceback" not in done.output
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == [".lock"]
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / ".lock").touch()
+    done = tune(tmp_path / "killed", *IHA, "--only-grafted")
+    assert done.exit_code == 0, done.output
+
+
 def test_a_run_that_fails(tune, tmp_path):
     done = tune(tmp_path / "out", *IHA, "--learning-rate", "1e30")
     assert done.exit_code == 1 and "run 'grafted' stopped at step" in done.stderr

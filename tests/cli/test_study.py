@@ -70,7 +70,7 @@ def test_status(made):
         assert found["runs"]["finished"] < 6 and sum(found["runs"].values()) == 6 and not found["running"]
     finally:
         (folder / "kept.json").rename(folder / "s" / "runs" / "mha-lr0.001-seed0" / "result.json")
-    from headloom.lab.folder import locked
+    from headloom.core.locks import locked
 
     with locked(folder / "s"):
         assert json.loads(call("study", "status", folder / "s", "--json").stdout)["running"]

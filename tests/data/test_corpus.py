@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from headloom.core.errors import HeadloomError
@@ -16,6 +18,11 @@ from headloom.data import corpus as corpus_module
 
 def names(corpus: Corpus) -> list[str]:
     return [document.name for document in (*corpus.train, *corpus.validation)]
+
+
+def write_parquet(path: Path, **columns: list) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
 
 
 def write_folder(root: Path, count: int = 40) -> Path:
@@ -108,13 +115,11 @@ def test_one_file_is_split_at_its_last_tenth(tmp_path):
 
 
 def test_tables_give_a_document_a_row(tmp_path):
-    import pandas
-
     rows = [f"row number {index}" for index in range(30)]
     (tmp_path / "t.jsonl").write_text(
         "".join(json.dumps({"text": row, "n": 1}) + "\n" for row in rows), encoding="utf-8"
     )
-    pandas.DataFrame({"n": 1, "text": rows}).to_parquet(tmp_path / "t.parquet")
+    write_parquet(tmp_path / "t.parquet", n=[1] * 30, text=rows)
     for name in ("t.jsonl", "t.parquet"):
         corpus = load_corpus(tmp_path / name)
         assert sorted(d.text for d in (*corpus.train, *corpus.validation)) == sorted(rows)
@@ -234,9 +239,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, name, content, words):
 
 
 def test_parquet_without_text_says_what_it_has(tmp_path):
-    import pandas
-
-    pandas.DataFrame({"content": ["a"], "id": [1]}).to_parquet(tmp_path / "t.parquet")
+    write_parquet(tmp_path / "t.parquet", content=["a"], id=[1])
     with pytest.raises(HeadloomError, match="no 'text' column; it has: content, id"):
         load_corpus(tmp_path / "t.parquet")
 

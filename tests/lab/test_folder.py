@@ -1,11 +1,10 @@
 import json
-import multiprocessing
 
 import pytest
 
 from headloom.core.errors import HeadloomError
 from headloom.core.files import write_json
-from headloom.lab.folder import locked, open_folder, slug, write_csv
+from headloom.lab.folder import open_folder, slug, write_csv
 
 
 def hold(path, study_hash, **resolved):
@@ -55,26 +54,6 @@ def test_the_default_name_counts_up_and_finds_its_own_study_again(tmp_path, monk
     assert str(open_folder(None, "one", {})) == "headloom-compare"
     assert str(open_folder(None, "two", {})) == "headloom-compare-2"
     assert str(open_folder(None, "three", {})) == "headloom-compare-3"
-
-
-def _try(path, answers):
-    try:
-        with locked(path):
-            answers.put("taken")
-    except HeadloomError as error:
-        answers.put(str(error))
-
-
-def test_a_second_process_is_refused(tmp_path):
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    with locked(tmp_path):
-        process = context.Process(target=_try, args=(tmp_path, answers))
-        process.start()
-        process.join()
-    assert "another process is writing" in answers.get()
-    _try(tmp_path, answers)
-    assert answers.get() == "taken"
 
 
 def test_csv_quotes(tmp_path):

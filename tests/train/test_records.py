@@ -134,6 +134,13 @@ def test_folders_of_others_are_refused(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
 
+def test_a_folder_that_another_process_writes_is_refused(run_tiny, held_elsewhere, tmp_path):
+    held_elsewhere(tmp_path / "run0")
+    with pytest.raises(HeadloomError, match="another process is writing .*: wait for it, or choose another --out"):
+        run_tiny()
+    assert [entry.name for entry in (tmp_path / "run0").iterdir()] == [".lock"]
+
+
 def test_the_record_names_no_host_and_no_path():
     told = json.dumps(ran_on("an accelerator") | versions())
     assert platform.node() not in told and "/" not in told.replace("Linux", "")

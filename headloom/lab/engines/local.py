@@ -37,6 +37,10 @@ class Local(Engine):
         self._slots: list[_Slot] = []
 
     def __enter__(self) -> Self:
+        if not hasattr(os, "fork"):
+            raise HeadloomError(
+                "engine local needs a system that forks processes (Linux, macOS), and this one does not: use inline"
+            )
         self._place = tempfile.TemporaryDirectory(prefix="headloom-")
         path = Path(self._place.name) / "bundle.pickle"
         with path.open("wb") as file:
