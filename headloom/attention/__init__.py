@@ -75,7 +75,7 @@ def mechanisms() -> dict[str, MechanismInfo]:
 def make_config(name: str, **options: Any) -> AttentionConfig:
     """The config of the mechanism `name`; unknown names and options are refused with the near ones."""
     config_cls = _MECHANISMS[name].config_cls
-    check_names(config_cls, options)
+    check_names(config_cls, options, of=name)
     missing = [field for field in ("hidden_size", "num_heads") if field not in options]
     if missing:
         raise HeadloomError(f"{name} needs {' and '.join(missing)}")

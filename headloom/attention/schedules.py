@@ -16,11 +16,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from headloom.attention.config import need
-from headloom.core.config import Config, check_names, fields_of
-from headloom.core.errors import HeadloomError, near, unknown
+from headloom.core.config import Config, check_names, fields_of, unknown_option
+from headloom.core.errors import HeadloomError, unknown
 from headloom.core.registry import Registry
 
 Spec = tuple[str, dict[str, Any]]
@@ -43,18 +43,15 @@ class Schedule(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HybridConfig(Config):
-    """Options of the hybrid.
+    """Options of the hybrid."""
 
-    Args:
-        pseudo_heads: P of the local layers.
-        window: W of the local layers in real tokens (None: N / (2 P^2), rounded down).
-        local: local layers before each global one (None: the paper's four; one less than the layers in a model of fewer
-            than five).
-    """
-
-    pseudo_heads: int = 2
-    window: int | None = None
-    local: int | None = None
+    pseudo_heads: Annotated[int, "P: pseudo-heads of each head in the local layers"] = 2
+    window: Annotated[
+        int | None, "W: tokens that a local layer sees. None: N / (2 P^2) in a context of N, rounded down"
+    ] = None
+    local: Annotated[
+        int | None, "local layers before each global one. None: four, as the paper; in a shallow model all but one"
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,11 +111,9 @@ def pattern_of(name: str, options: Mapping[str, Any], *, num_layers: int, tokens
     classes = option_classes(name)
     if name not in _SCHEDULES:
         return [(name, dict(options))]
-    allowed = {field: None for cls in classes for field in fields_of(cls)}
     for option in options:
-        if option not in allowed:
-            names = ", ".join(allowed)
-            raise HeadloomError(f"unknown option '{option}' of {name}.{near(option, allowed)} Allowed: {names}")
+        if not any(option in fields_of(cls) for cls in classes):
+            raise unknown_option(option, classes, of=name)
     found = _SCHEDULES[name]
     mine = fields_of(found.config_cls)
     own = found.config_cls(**{key: value for key, value in options.items() if key in mine})
@@ -186,7 +181,7 @@ def schedule(
             )
         pattern = [(name, {**own, "window": window}) for (name, own), window in zip(pattern, windows, strict=True)]
     for name, own in pattern:
-        check_names(option_classes(name)[0], own)
+        check_names(option_classes(name)[0], own, of=name)
     return over_depth(pattern, num_layers)
 
 

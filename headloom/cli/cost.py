@@ -44,8 +44,9 @@ def costs(
     """What `headloom cost --json` prints. Settings win over the variant's options, and both over the size."""
     from headloom.attention.schedules import over_depth, pattern_of, places
     from headloom.bench.cost import layer_costs
+    from headloom.lab.options import parse_options, split_pair
     from headloom.lab.sizes import gated_width, get_size
-    from headloom.lab.variants import parse_options, parse_variant, split_pair
+    from headloom.lab.variants import parse_variant
 
     shape = get_size(size)
     named = parse_variant(variant)

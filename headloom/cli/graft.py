@@ -60,7 +60,8 @@ def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any
     """The mechanism and its options from --to and --set, which wins. Unknown names give the near ones."""
     from headloom.attention import mechanisms
     from headloom.core.errors import unknown
-    from headloom.lab.variants import parse_options, parse_variant, split_pair
+    from headloom.lab.options import parse_options, split_pair
+    from headloom.lab.variants import parse_variant
 
     name = text.partition(":")[0].strip()
     if name not in mechanisms():

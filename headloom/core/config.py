@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import types
 import typing
 from typing import Any, Self
@@ -13,16 +14,12 @@ from headloom.core.errors import HeadloomError, near
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of frozen, keyword-only dataclasses whose values are int, float, bool, str, None, Literal or dict."""
+    """Base of frozen, keyword-only dataclasses whose values are int, float, bool, str, None, Literal, dict or list."""
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        for name, allowed in fields_of(cls).items():
-            value = getattr(self, name)
-            if not _fits(value, allowed):
-                raise HeadloomError(f"{name} must be {describe(allowed)}, not {value!r}")
-            if type(value) is int and float in _members(allowed) and int not in _members(allowed):
-                object.__setattr__(self, name, float(value))
+        for name in fields_of(cls):
+            object.__setattr__(self, name, check_value(cls, name, getattr(self, name)))
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of JSON values; `from_dict` gives an equal config back."""
@@ -47,11 +44,47 @@ def fields_of(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def check_names(cls: type, values: typing.Iterable[str]) -> None:
-    allowed = fields_of(cls)
+def own_first(cls: Any) -> list[str]:
+    """The fields of a config class: its own, then those of the classes it is derived from."""
+    found: dict[str, None] = {}
+    for part in cls.__mro__:
+        found |= {name: None for name in inspect.get_annotations(part) if name in fields_of(cls)}
+    return list(found)
+
+
+@functools.cache
+def meanings(cls: Any) -> dict[str, str]:
+    """Field name -> what it means: the text in its annotation, `Annotated[int, "what it means"]`."""
+    found: dict[str, str] = {}
+    for part in reversed(cls.__mro__):
+        own = inspect.get_annotations(part)
+        if dataclasses.is_dataclass(part):
+            hints = typing.get_type_hints(part, include_extras=True)
+            texts = {name: getattr(hints[name], "__metadata__", ()) for name in own if name in hints}
+            found |= {name: given[0] for name, given in texts.items() if given and isinstance(given[0], str)}
+    return found
+
+
+def unknown_option(name: str, classes: typing.Sequence[Any], *, of: str = "") -> HeadloomError:
+    """The error for an option that none of the config classes has; it names their own options first."""
+    allowed = list(dict.fromkeys(field for cls in classes for field in own_first(cls)))
+    return HeadloomError(
+        f"unknown option '{name}'{f' of {of}' if of else ''}.{near(name, allowed)} Allowed: {', '.join(allowed)}"
+    )
+
+
+def check_names(cls: type, values: typing.Iterable[str], *, of: str = "") -> None:
     for name in values:
-        if name not in allowed:
-            raise HeadloomError(f"unknown option '{name}'.{near(name, allowed)} Allowed: {', '.join(allowed)}")
+        if name not in fields_of(cls):
+            raise unknown_option(name, [cls], of=of)
+
+
+def check_value(cls: type, name: str, value: Any) -> Any:
+    """`value` if the field `name` can hold it (a whole number becomes a float where one is wanted)."""
+    allowed = fields_of(cls)[name]
+    if not _fits(value, allowed):
+        raise HeadloomError(f"{name} must be {describe(allowed)}, not {value!r}")
+    return float(value) if type(value) is int and float in members(allowed) and int not in members(allowed) else value
 
 
 def parse_option(cls: type, name: str, text: str) -> Any:
@@ -63,47 +96,46 @@ def parse_option(cls: type, name: str, text: str) -> Any:
     """
     check_names(cls, [name])
     allowed = fields_of(cls)[name]
-    members = _members(allowed)
+    kinds = members(allowed)
     lowered = text.strip().lower()
-    if types.NoneType in members and lowered in ("none", "null"):
+    if types.NoneType in kinds and lowered in ("none", "null"):
         return None
-    if bool in members and lowered in ("true", "false"):
+    if bool in kinds and lowered in ("true", "false"):
         return lowered == "true"
     for number in (int, float):
-        if number in members:
+        if number in kinds:
             try:
                 return number(text)
             except ValueError:
                 pass
-    if text in members or str in members:
+    if text in kinds or str in kinds:
         return text
-    raise HeadloomError(f"{name} must be {describe(allowed)}, not '{text}'.{near(text, map(str, members))}")
+    raise HeadloomError(f"{name} must be {describe(allowed)}, not '{text}'.{near(text, map(str, kinds))}")
 
 
 def describe(annotation: Any) -> str:
     """The annotation in words: "an int or None", "'virtual' or 'token'"."""
     words = {int: "an int", float: "a number", bool: "true or false", str: "a text", types.NoneType: "None"}
-    return " or ".join(
-        words.get(m, "a mapping" if typing.get_origin(m) is dict else repr(m)) for m in _members(annotation)
-    )
+    words |= {dict: "a mapping", list: "a list"}
+    return " or ".join(words.get(typing.get_origin(m) or m, repr(m)) for m in members(annotation))
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def members(annotation: Any) -> tuple[Any, ...]:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        return tuple(m for part in typing.get_args(annotation) for m in _members(part))
+        return tuple(m for part in typing.get_args(annotation) for m in members(part))
     if origin is typing.Literal:
         return typing.get_args(annotation)
     return (annotation,)
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    for member in _members(annotation):
+    for member in members(annotation):
         if not isinstance(member, type) and typing.get_origin(member) is None:
             if type(value) is type(member) and value == member:  # a Literal's value; True is not 1
                 return True
-        elif typing.get_origin(member) is dict:
-            if isinstance(value, dict):
+        elif typing.get_origin(member) in (dict, list):
+            if isinstance(value, typing.get_origin(member)):
                 return True
         elif member is float:
             if type(value) in (int, float):

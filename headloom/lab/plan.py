@@ -122,7 +122,13 @@ def make_plan(spec: StudySpec) -> Plan:
     tokenizer = make_tokenizer(spec.tokenizer, [document.text for document in corpus.train])
     longest = max(variant.shape.tokens for variant in spec.variants)
     corpus, chosen_by = (corpus, None) if spec.selection_bytes is None else _split_validation(corpus, spec)
-    data = prepare(corpus, tokenizer, context=longest, validation_bytes=spec.validation_bytes)
+    data = prepare(
+        corpus,
+        tokenizer,
+        context=longest,
+        validation_bytes=spec.validation_bytes,
+        leading_bytes=spec.evaluation_bytes,
+    )
     selection = None
     if chosen_by is not None:
         selection = prepare(chosen_by, tokenizer, context=longest, validation_bytes=spec.selection_bytes).validation

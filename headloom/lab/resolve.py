@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pydantic import ValidationError
 
 from headloom.core.errors import HeadloomError, near
+from headloom.lab.options import parse_options, show
 from headloom.lab.sizes import Size, gated_width, get_size
 from headloom.lab.spec import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, VariantSpec, one_line
 from headloom.lab.study import Entry, Study
-from headloom.lab.variants import Variant, defaults, labelled, parse_options, parse_variant, with_defaults
+from headloom.lab.variants import Variant, defaults, labelled, parse_variant, with_defaults
+from headloom.train.config import evaluation_bytes
 
 TOLERANCES = {"parameters": 0.005, "flops": 0.01, "cache": 0.01, "time": 0.01, "tokens": 0.01}
 
@@ -30,6 +31,8 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
     entries = [Entry(use=v.text) for v in variants] if variants is not None else list(study.variants)
     made, reference = _variants(study, size, entries, variants)
     rates = study.learning_rates or (size.learning_rate,)
+    whole = study.validation_bytes or size.validation_bytes
+    shortest = min(variant.shape.tokens_trained for variant in made if variant.against is None)
     try:
         spec = StudySpec(
             kind=kind,  # type: ignore[arg-type]
@@ -58,7 +61,9 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
             extend_grid=study.extend_grid,
             data=study.data,
             tokenizer=study.tokenizer,
-            validation_bytes=study.validation_bytes or size.validation_bytes,
+            validation_bytes=whole,
+            evaluations=study.evaluations,
+            evaluation_bytes=min(whole, evaluation_bytes(shortest, study.evaluations)),
             selection_bytes=(study.selection_bytes or size.validation_bytes) if len(rates) > 1 else None,
             threads=study.threads or cores(),
             dtype=study.dtype,
@@ -101,7 +106,7 @@ def _variants(
     study: Study, size: Size, entries: Sequence[Entry], parsed: Sequence[Variant] | None
 ) -> tuple[list[VariantSpec], str]:
     """Every entry, swept, in every group; and the label of the (first) reference."""
-    options = {name: parse_options(name, _texts(given)) for name, given in study.options.items()}
+    options = {name: parse_options(name, given.items()) for name, given in study.options.items()}
     expanded: list[tuple[Entry, Variant, dict[str, int]]] = []
     for place, entry in enumerate(entries):
         if parsed is not None:
@@ -151,12 +156,9 @@ def _variants(
     return found, reference + found[0].group
 
 
-def _texts(options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, "none" if value is None else str(value)) for name, value in options.items()]
-
-
 def _swept(entry: Entry) -> list[tuple[Variant, dict[str, int]]]:
-    base = parse_variant(entry.use)
+    named = parse_variant(entry.use)
+    options = parse_options(named.mechanism, [*named.options.items(), *entry.options.items()])
     for key, values in entry.sweep.items():
         if not values:
             raise HeadloomError(f"{entry.use}: sweep.{key} is empty: give the values it takes")
@@ -164,8 +166,8 @@ def _swept(entry: Entry) -> list[tuple[Variant, dict[str, int]]]:
     for values in itertools.product(*entry.sweep.values()):
         pairs = dict(zip(entry.sweep, values, strict=True))
         settings = {key: value for key, value in pairs.items() if key in FIELDS}
-        chosen = parse_options(base.mechanism, _texts({k: v for k, v in pairs.items() if k not in FIELDS}))
-        found.append((Variant(base.mechanism, {**base.options, **chosen}), settings))
+        chosen = parse_options(named.mechanism, [(key, v) for key, v in pairs.items() if key not in FIELDS])
+        found.append((Variant(named.mechanism, {**options, **chosen}), settings))
     return found
 
 
@@ -179,7 +181,7 @@ def _labels(expanded: Sequence[tuple[Entry, Variant, Mapping[str, int]]]) -> lis
         if entry.label is None:
             names.append(next(own) + apart)
         else:
-            swept = "".join(f" {key}={variant.options[key]}" for key in entry.sweep if key not in FIELDS)
+            swept = "".join(f" {key}={show(variant.options[key])}" for key in entry.sweep if key not in FIELDS)
             names.append(entry.label + swept + (apart if entry.sweep else ""))
     return names
 

@@ -6,13 +6,14 @@ The name is a mechanism's, or a schedule's, which says what stands in which laye
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from headloom.core.errors import HeadloomError, near
+from headloom.lab.options import parse_options, pieces, show, split_pair
 
 # What every layer of every variant takes from the model's size: a variant that sets one is not a variant of attention.
 OF_THE_SIZE = ("hidden_size", "num_heads", "head_dim")
@@ -34,7 +35,7 @@ class Variant:
     @property
     def text(self) -> str:
         """The text that parses to this variant."""
-        return ":".join([self.mechanism, *(f"{name}={_show(value)}" for name, value in sorted(self.options.items()))])
+        return ":".join([self.mechanism, *(f"{name}={show(value)}" for name, value in sorted(self.options.items()))])
 
 
 @dataclass(frozen=True)
@@ -53,49 +54,35 @@ def defaults() -> Defaults:
     return Defaults(tuple(read["variants"]), read["reference"], read["options"])
 
 
-def parse_options(mechanism: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Typed options of a mechanism or schedule from (name, text) pairs; unknown ones give the near names."""
-    from headloom.attention.schedules import option_classes
-    from headloom.core.config import fields_of, parse_option
-
-    classes = option_classes(mechanism)
-    options: dict[str, Any] = {}
-    for name, text in pairs:
-        having = [cls for cls in classes if name in fields_of(cls)]
-        if not having:
-            allowed = dict.fromkeys(field for cls in classes for field in fields_of(cls))
-            raise HeadloomError(
-                f"unknown option '{name}' of {mechanism}.{near(name, allowed)} Allowed: {', '.join(allowed)}"
-            )
-        if name in options:
-            raise HeadloomError(f"option '{name}' of {mechanism} is given twice; give it once")
-        try:
-            options[name] = parse_option(having[0], name, text)
-        except HeadloomError as error:
-            raise HeadloomError(f"{mechanism}: {error}") from None
-    return options
+Given = str | tuple[str, Mapping[str, Any]]
+"""A variant as it is given: "iha:pseudo_heads=2", or ("iha", {"pseudo_heads": 2})."""
 
 
-def split_pair(text: str, what: str) -> tuple[str, str]:
-    """("pseudo_heads", "2") from "pseudo_heads=2"."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip() or not value.strip():
-        raise HeadloomError(f"{what} must look like name=value, not '{text}'")
-    return name.strip(), value.strip()
+def _pair(given: Any) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(given, Sequence) and len(given) == 2 and isinstance(given[0], str) and isinstance(given[1], Mapping):
+        return given[0], given[1]
+    raise HeadloomError(f"a variant must be a text like iha:pseudo_heads=2, or (name, options), not {given!r}")
 
 
-def parse_variant(text: str) -> Variant:
-    """One variant from "iha:pseudo_heads=2:order=token"."""
-    mechanism, *pairs = (part.strip() for part in text.split(":"))
+def parse_variant(text: Given) -> Variant:
+    """One variant from "iha:pseudo_heads=2:order=token", or of a mechanism and its options."""
+    if not isinstance(text, str):
+        mechanism, options = _pair(text)
+        return Variant(mechanism, parse_options(mechanism, options.items()))
+    mechanism, *pairs = (part.strip() for part in pieces(text, ":"))
     if not mechanism:
         raise HeadloomError(f"a variant must look like name:option=value:..., not '{text}'")
     found = (split_pair(pair, f"an option of {mechanism}") for pair in pairs)
     return Variant(mechanism, parse_options(mechanism, found))
 
 
-def parse_settings(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`["iha.pseudo_heads=2"]` -> {"iha": {"pseudo_heads": 2}}: options for every variant of that name."""
-    pairs: dict[str, list[tuple[str, str]]] = {}
+def parse_settings(settings: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Options for every variant of a name: `["iha.pseudo_heads=2"]`, or {"iha": {"pseudo_heads": 2}}."""
+    pairs: dict[str, list[tuple[str, Any]]] = {}
+    if isinstance(settings, Mapping):
+        return {name: parse_options(name, _pair((name, given))[1].items()) for name, given in settings.items()}
+    if isinstance(settings, str):
+        raise HeadloomError(f"settings must be a list of texts like iha.pseudo_heads=2, not the text '{settings}'")
     for setting in settings:
         path, value = split_pair(setting, "--set")
         mechanism, dot, name = path.partition(".")
@@ -106,21 +93,28 @@ def parse_settings(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def parse_variants(
-    variants: str | Sequence[str] | None, settings: Sequence[str] = (), *, at_least: int = 2
+    variants: str | Sequence[Given] | None,
+    settings: Sequence[str] | Mapping[str, Mapping[str, Any]] = (),
+    *,
+    at_least: int = 2,
 ) -> list[Variant]:
     """The variants of a comparison, labelled.
 
     Args:
-        variants: "mha,iha:pseudo_heads=2", or a list of such texts, or None for the default four.
-        settings: `--set` texts; they apply to every variant of their name and win over its own options.
+        variants: "mha,iha:pseudo_heads=2", or a list of such texts or of (name, options), or None for the default four.
+        settings: `--set` texts, or {"iha": {"pseudo_heads": 2}}; they apply to every variant of their name and win over
+            its own options.
         at_least: how many there must be.
 
     An option that neither gives is taken from defaults.toml, then from the mechanism. Raises HeadloomError for unknown
     names (with the near ones), for duplicates, for fewer than `at_least`, and for options that belong to the size.
     """
-    given = defaults().variants if variants is None else variants
-    texts = [text.strip() for text in (given.split(",") if isinstance(given, str) else given)]
-    parsed = [parse_variant(text) for text in texts if text]
+    given: Any = defaults().variants if variants is None else variants
+    if isinstance(given, str):
+        given = [text for text in pieces(given, ",") if text.strip()]
+    if not isinstance(given, Sequence):
+        raise HeadloomError(f"variants must be a text or a list of texts, not {given!r}")
+    parsed = [parse_variant(one) for one in given]
     chosen = parse_settings(settings)
     for mechanism in chosen:
         names = [variant.mechanism for variant in parsed]
@@ -132,7 +126,9 @@ def parse_variants(
     complete = [with_defaults(variant, chosen.get(variant.mechanism, {})) for variant in parsed]
     if len(complete) < at_least:
         least = "two variants" if at_least == 2 else "one variant"
-        raise HeadloomError(f"a comparison needs at least {least}, not {len(complete)} ('{','.join(texts)}')")
+        raise HeadloomError(
+            f"a comparison needs at least {least}, not {len(complete)} ('{','.join(v.text for v in parsed)}')"
+        )
     labels = labelled(complete)
     return [replace(variant, label=label) for variant, label in zip(complete, labels, strict=True)]
 
@@ -170,9 +166,3 @@ def labelled(variants: Sequence[Variant], *, unique: bool = True) -> list[str]:
             raise HeadloomError(f"the variant '{label}' is given twice: leave one out, or give them different options")
         labels.append(label)
     return labels
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,17 @@
 """BitLinear (Ma et al. 2024, arXiv:2402.17764): ternary weights, 8-bit activations; to train, and packed for inference.
 
 W_q = s clip(round(W / s), -1, 1) with s = mean |W| (at least 1e-5) per matrix; x_q = round(127 x / m) m / 127 with
-m = max |x| per token. Gradients pass straight through. No norm inside (ours: the authors put an RMSNorm before); the
-bias is not quantised.
+m = max |x| per token, halves rounded to the even level. Gradients pass straight through. No norm inside (ours: the
+authors put an RMSNorm before); the bias is not quantised.
+
+The product is done on the levels, whole numbers from -127 to 127, and the ternary digits, and multiplied by m s / 127
+afterwards: a sum of whole numbers is exact in any order. So a token's output does not depend on how many tokens are
+projected with it, and equal inputs give a cached and a full pass the same queries, keys and values, bit for bit.
+
+The limit: rounding is a step. The output projection reads the result of attention, which a cached and a full pass add
+up in different orders, so that it may differ in its last bit. Where 127 x / m then lies on two sides of a half, the two
+passes take neighbouring levels, and an output of that token differs by m s / 127, far more than by rounding elsewhere
+(about 1 token in 1,000 in float32).
 
 `PackedBitLinear` keeps what is left of W once it is trained: the ternary matrix in base 3, five weights a byte (3^5 is
 243; 1.6 bits a weight, where log2 3 = 1.58 is the least), and s. A forward pass unpacks one matrix at a time into the
@@ -42,15 +51,61 @@ def ternary(weight: Tensor) -> Tensor:
 
 
 def eight_bit(x: Tensor) -> Tensor:
-    """x rounded to 255 levels of its largest magnitude along the last axis."""
+    """x rounded to 255 levels of its largest magnitude m along the last axis: level * m / 127.
+
+    >>> eight_bit(torch.tensor([127.0, 63.5, -1.4])).tolist()
+    [127.0, 64.0, -1.0]
+    """
+    largest = magnitude(x)
+    return levels(x, largest) * (largest / 127)
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """m = max |x| along the last axis, 1 where all is zero."""
     largest = x.abs().amax(-1, keepdim=True)
-    step = torch.where(largest > 0, largest, 1) / 127
-    return (x / step).round() * step
+    return torch.where(largest > 0, largest, 1)
+
+
+def levels(x: Tensor, largest: Tensor) -> Tensor:
+    """round(127 x / m), halves to even, as if the quotient were known exactly: whole numbers in x's type.
+
+    In a type twice as wide 127 x is exact, and a quotient that is not a half cannot be rounded to one. Nothing is
+    wider than float64: there twice the quotient is rounded first, and where that is odd (a half is near) the sign of
+    254 |x| - odd m decides. It is exact because x and m are cut in two, and the multipliers are below 2^8.
+    """
+    if x.dtype != torch.float64:
+        wide = torch.float64 if x.dtype == torch.float32 else torch.float32
+        return (x.to(wide) * (127 / 128) / largest.to(wide) * 128).round().to(x.dtype)
+    size = x.abs()
+    twice = (size / largest * 254).round()
+    (high, low), (m_high, m_low) = _halves(size), _halves(largest)
+    odd = twice / 256
+    above = (254 / 256 * high - odd * m_high) + (254 / 256 * low - odd * m_low)
+    below = ((twice - 1) / 2).floor()
+    up = (above > 0) | ((above == 0) & (below % 2 == 1))
+    return torch.where(twice % 2 == 1, below + up, twice / 2) * x.sign()
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first 26 and the last 27 bits of float64 numbers, whose sum they are."""
+    high = (x.view(torch.int64) >> 27 << 27).view(torch.float64)
+    return high, x - high
 
 
 def straight_through(value: Tensor, source: Tensor) -> Tensor:
     """Exactly `value`, with the gradient of `source`: source - source is 0, while source + (value - source) rounds."""
     return value.detach() + (source - source.detach())
+
+
+def product(x: Tensor, digit: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The quantised x times a ternary matrix of digits and its scale; x's gradient passes straight through.
+
+    Levels stand in 128ths, so that no sum is too large for float16.
+    """
+    largest = magnitude(x.detach())
+    level = straight_through(levels(x.detach(), largest) / 128, x * (127 / 128) / largest)
+    out = F.linear(level, digit) * (largest * (scale * (128 / 127)))
+    return out if bias is None else out + bias
 
 
 def pack(digit: Tensor) -> Tensor:
@@ -78,8 +133,9 @@ class BitLinear(nn.Linear):
     """`nn.Linear` whose product is done by quantised weights and inputs; drop-in, same parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = straight_through(ternary(self.weight), self.weight)
-        return F.linear(straight_through(eight_bit(x), x), weight, self.bias)
+        scale = absmean(self.weight.detach())
+        digit = straight_through(digits(self.weight.detach(), scale), self.weight / scale)
+        return product(x, digit, scale, self.bias)
 
 
 class PackedBitLinear(nn.Module):
@@ -116,10 +172,15 @@ class PackedBitLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The ternary matrix, unpacked: what `ternary` made of the trained one."""
-        return self.scale * unpack(self.packed, (self.out_features, self.in_features)).to(self.scale.dtype)
+        return self.scale * self.digits
+
+    @property
+    def digits(self) -> Tensor:
+        """-1, 0 or 1 for each weight, in the scale's type."""
+        return unpack(self.packed, (self.out_features, self.in_features)).to(self.scale.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(straight_through(eight_bit(x), x), self.weight, self.bias)
+        return product(x, self.digits, self.scale, self.bias)
 
     def train(self, mode: bool = True) -> PackedBitLinear:
         if mode:

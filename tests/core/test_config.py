@@ -44,7 +44,7 @@ def test_parse_option_says_what_is_allowed(name: str, text: str, message: str):
         ({"causal": 1}, "causal must be true or false, not 1"),
         ({"dropout": True}, "dropout must be a number, not True"),
         ({"order": "Virtual"}, "order must be 'virtual' or 'token', not 'Virtual'"),
-        ({"hedd_dim": 4}, "unknown option 'hedd_dim'. Did you mean 'head_dim'?"),
+        ({"hedd_dim": 4}, "unknown option 'hedd_dim' of iha. Did you mean 'head_dim'?"),
     ],
 )
 def test_wrong_types_are_refused(options: dict, message: str):

@@ -1,4 +1,5 @@
 import json
+import shlex
 
 import pytest
 
@@ -6,7 +7,7 @@ from headloom.core.errors import HeadloomError
 from headloom.lab.compare import compare_command, make_spec
 from headloom.lab.sizes import SIZES, gated_width, get_size
 from headloom.lab.spec import StudySpec, identity
-from headloom.lab.variants import Variant
+from headloom.lab.variants import Variant, parse_variants
 
 TWO = [Variant("mha", {}, "mha"), Variant("iha", {"pseudo_heads": 2}, "iha")]
 
@@ -91,3 +92,11 @@ def test_the_papers_sizes():
 def test_an_unknown_size_names_the_near_one():
     with pytest.raises(HeadloomError, match=r"unknown size 'tny'\. Did you mean 'tiny'\?"):
         get_size("tny")
+
+
+def test_the_command_says_a_mapping_so_that_it_is_read_back():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e-05, "note": "a, b: {c}"}
+    made = spec([Variant("mha", {"rope_scaling": scaling}, "mha"), Variant("iha", {"rope_scaling": scaling}, "iha")])
+    words = shlex.split(compare_command(made))
+    found = parse_variants(words[words.index("--variants") + 1])
+    assert [variant.options["rope_scaling"] for variant in found] == [scaling] * 2

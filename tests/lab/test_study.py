@@ -323,3 +323,38 @@ def test_checkpoints_that_a_kill_left_beside_a_result_are_removed(trained):
     left.mkdir(parents=True)
     made.run(found.folder, report=False)
     assert not left.parent.exists()
+
+
+def test_a_mapping_goes_from_yaml_to_the_module_as_it_is(text_file, tmp_path):
+    """For all variants of a name, for one variant, and swept: the module's own config holds the mapping."""
+    from headloom.lab.layers import meta_model
+    from headloom.lab.spec import StudySpec
+
+    scaling = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0, 2.0] * 4}
+    path = tmp_path / "scaled.yaml"
+    path.write_text(
+        f"""
+        data: {text_file}
+        options: {{mha: {{rope_scaling: {json.dumps(scaling)}}}}}
+        variants:
+          - mha
+          - {{use: "iha:pseudo_heads=2", options: {{rope_scaling: {json.dumps(scaling)}, order: token}}}}
+          - {{use: iha, sweep: {{rope_scaling: [{json.dumps(scaling)}], pseudo_heads: [3]}}}}
+        """
+    )
+    written = Study.from_yaml(path, settings=[f"{key}={json.dumps(value)}" for key, value in SMALL.items()])
+    spec = resolve(written)
+    assert make_plan(spec).configs["mha"]["attention"]["rope_scaling"] == scaling
+    for variant in spec.variants:
+        assert variant.options["rope_scaling"] == scaling
+        attention = meta_model(spec, variant, variant.shape, 300).model.layers[0].self_attn
+        assert attention.config.rope_scaling == scaling
+    assert spec.variants[1].options["order"] == "token" and spec.variants[2].options["pseudo_heads"] == 3
+    assert StudySpec.model_validate_json(spec.model_dump_json()) == spec
+    (tmp_path / "again.yaml").write_text(written.to_yaml())
+    assert resolve(Study.from_yaml(tmp_path / "again.yaml")) == spec
+
+
+def test_an_option_said_twice_for_one_variant_is_refused():
+    with pytest.raises(HeadloomError, match="option 'pseudo_heads' of iha is given twice"):
+        resolve(study("mha", {"use": "iha:pseudo_heads=2", "options": {"pseudo_heads": 4}}))

@@ -75,3 +75,48 @@ def test_the_same_variant_spelled_differently_is_refused():
     with pytest.raises(HeadloomError, match="'iha' and 'iha:order=virtual' are the same"):
         refuse_duplicates({"mha": ("mha", {}), "iha": ("iha", same), "iha:order=virtual": ("iha", dict(same))})
     refuse_duplicates({"a": ("mha", same), "b": ("iha", same)})
+
+
+SCALING = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.5], "long_factor": [2, 1e-05]}
+
+
+@pytest.mark.parametrize(
+    ("variants", "settings"),
+    [
+        (
+            "mha,iha:rope_scaling={rope_type: longrope, factor: 2.0, short_factor: [1.0, 1.5], long_factor: [2, 1e-5]}",
+            (),
+        ),
+        (
+            "mha,iha",
+            ["iha.rope_scaling={rope_type: longrope, factor: 2.0, short_factor: [1.0, 1.5], long_factor: [2, 1e-5]}"],
+        ),
+        (["mha", ("iha", {"rope_scaling": SCALING})], ()),
+        (["mha", "iha"], {"iha": {"rope_scaling": SCALING}}),
+    ],
+)
+def test_a_mapping_keeps_its_types_on_every_way_in_and_round_trips(variants, settings):
+    found = parse_variants(variants, settings)[1]
+    assert found.options == {"pseudo_heads": 2, "rope_scaling": SCALING}
+    assert type(found.options["rope_scaling"]["long_factor"][0]) is int
+    again = parse_variants(f"mha,{found.text},gqa")
+    assert len(again) == 3 and again[1].options == found.options
+
+
+@pytest.mark.parametrize(
+    ("variants", "settings", "parts"),
+    [
+        ("mha,iha:rope_scaling={rope_type: linear", (), ["do not close"]),
+        ("mha,iha:rope_scaling={a: b: c}", (), ["rope_scaling", "not YAML"]),
+        ("mha,iha:rope_scaling=linear", (), ["rope_scaling must be a mapping or None, not 'linear'"]),
+        ("mha,iha:pseudo_heads=[2]", (), ["pseudo_heads must be an int or None, not [2]"]),
+        (["mha", ("iha", {"pseudo_heads": 2.5})], (), ["pseudo_heads must be an int or None, not 2.5"]),
+        (["mha", 3], (), ["a variant must be a text like iha:pseudo_heads=2, or (name, options), not 3"]),
+        (5, (), ["variants must be a text or a list of texts, not 5"]),
+        ("mha,iha", "iha.pseudo_heads=2", ["settings must be a list of texts"]),
+        # its own options stand before those that all mechanisms have
+        ("mha,iha:phse=token", (), ["Allowed: pseudo_heads, interaction, order"]),
+    ],
+)
+def test_wrong_values_by_type(variants, settings, parts):
+    test_wrong_calls(variants, settings, parts)

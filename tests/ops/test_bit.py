@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +14,11 @@ import headloom as hl
 from headloom.ops.bit import (
     BitLinear,
     PackedBitLinear,
+    absmean,
+    digits,
     eight_bit,
+    levels,
+    magnitude,
     pack,
     pack_bits,
     ternary,
@@ -52,12 +60,74 @@ def test_any_mechanism_takes_it():
 
 
 def test_the_forward_value_is_exactly_the_ternary_matrix():
-    """W + (W_q - W) would round where a weight is far from its ternary value."""
+    """W + (W_q - W) would round where a weight is far from its ternary value; a sum of whole numbers rounds nothing."""
     layer, x = BitLinear(301, 203), torch.randn(7, 301)
     torch.nn.init.normal_(layer.weight, std=0.05)
     torch.nn.init.normal_(layer.weight[0], std=1000.0)
-    assert torch.equal(layer(x), F.linear(eight_bit(x), ternary(layer.weight) + 0, layer.bias))
+    largest, scale = magnitude(x), absmean(layer.weight)
+    sums = levels(x, largest).double() @ digits(layer.weight, scale).double().T
+    want = sums * (largest.double() * scale.double() / 127)
+    room = 4 * torch.finfo(torch.float32).eps * (want.abs() + layer.bias.abs())  # four roundings
+    assert ((layer(x) - (want + layer.bias)).abs() <= room).all()
     assert not torch.equal(layer.weight + (ternary(layer.weight) - layer.weight), ternary(layer.weight))
+
+
+def test_exact_ties_go_to_the_even_level():
+    """All 325 a/b below 400 whose 127 a/b is a half: 18 and 9 give round(63.5) = 64."""
+    torch.testing.assert_close(eight_bit(torch.tensor([18.0, 9.0])), torch.tensor([18.0, 64 * 18 / 127]))
+    pairs = [(a, b) for b in range(1, 400) for a in range(1, b + 1) if Fraction(127 * a, b) % 1 == Fraction(1, 2)]
+    assert len(pairs) == 325 and (9, 18) in pairs and (17, 34) in pairs
+    want = [round(Fraction(127 * a, b)) for a, b in pairs]
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        x = torch.tensor([(b, a) for a, b in pairs], dtype=dtype)
+        assert levels(x, magnitude(x))[:, 1].tolist() == want
+        assert levels(-x, magnitude(x))[:, 1].tolist() == [-level for level in want]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_numbers_next_to_a_tie_go_to_the_nearer_level(dtype):
+    """The last bit decides, at sizes that would overflow or vanish if squared or multiplied by 254."""
+    info = torch.finfo(dtype)
+    bits = 1 - round(math.log2(info.eps))
+    draw = random.Random(0)
+    for size in (info.max, 1.0, info.smallest_normal * 2**8):
+        m = torch.tensor([draw.uniform(0.6, 1.0) for _ in range(500)], dtype=torch.double)
+        m = (m * 2**bits).floor() / 2**bits * size  # at least bits - 1 bits, and not above the largest number
+        half = torch.tensor([draw.randrange(127) + 0.5 for _ in m])
+        near = (m * (half / 127)).to(dtype)
+        m = m.to(dtype)
+        for x in (near, torch.nextafter(near, torch.zeros_like(near)), torch.nextafter(near, m)):
+            want = [round(127 * Fraction(a) / Fraction(b)) for a, b in zip(x.tolist(), m.tolist(), strict=True)]
+            assert levels(x[:, None], m[:, None])[:, 0].tolist() == want
+
+
+@pytest.mark.parametrize("name", ["mha", "iha", "mla", "mfa_kr"])
+def test_cached_and_full_passes_round_the_same_numbers(name):
+    """Keys and values are bit-equal, sums of whole numbers; only the output projection's input may fall on another
+    level, and then by one, where it lies halfway."""
+    config = hl.mechanisms()[name].config_cls.tiny(projection="bit")
+    for seed in range(10):
+        torch.manual_seed(seed)
+        attn = hl.attention.build_from_config(config)
+        if name == "mfa_kr":
+            torch.nn.init.normal_(attn.alpha.weight)
+        read: list[torch.Tensor] = []
+        attn.o_proj.register_forward_pre_hook(lambda _, given, read=read: read.append(given[0]))
+        x, stepwise, at_once = torch.randn(1, 24, config.hidden_size), hl.Cache(), hl.Cache()
+        with torch.no_grad():
+            full = attn(x, cache=at_once)
+            parts = torch.cat([attn(x[:, i : i + 1], cache=stepwise) for i in range(24)], 1)
+        held, again = (cache.layers[0].slots for cache in (at_once, stepwise))
+        assert all(torch.equal(held[slot], again[slot]) for slot in held)
+        given, largest = torch.cat((read[0], torch.cat(read[1:], 1))), magnitude(read[0])
+        level = levels(given, magnitude(given))
+        moved = level[0] != level[1]
+        assert (level[0] - level[1]).abs().max() <= 1
+        exact = 127 * read[0][0] / largest[0]
+        torch.testing.assert_close(exact[moved].abs() % 1, torch.full_like(exact[moved], 0.5), rtol=0, atol=1e-3)
+        step = largest[0] * absmean(attn.o_proj.weight) / 127
+        room = moved.sum(-1, keepdim=True) * step + 1e-5 * full[0].abs().max()
+        assert ((full - parts)[0].abs() <= room).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 4), (5, 5), (7, 11)])
