@@ -158,7 +158,7 @@ def _amount(title: str, train: TokenStream, held: TokenStream, context: int) -> 
         raise HeadloomError(
             f"too little text: {title} gives {len(train.ids):,} tokens to train on and {len(held.ids):,} held out; a "
             f"context of {context} needs at least {FEWEST_ROWS * (context - 1) + 1:,} and {context:,}. Use a shorter "
-            "context (--tokens) or give more text."
+            "context (--tokens), give more text, or hold out more of it (validation_bytes)."
         )
     if rows >= FEW_ROWS and held_out >= FEW_HELD_OUT:
         return []
@@ -172,8 +172,8 @@ def _lost(share: float) -> list[str]:
     if share > LOST_AT_MOST:
         raise HeadloomError(
             f"the tokenizer loses text: at least {share:.1%} of the held-out bytes do not come back from its "
-            "tokens, and bits per byte would count them although no token carries them. Use a tokenizer that keeps all ('bytes', "
-            "'bpe:4096', one of GPT-2's kind), or text that this one was made for."
+            "tokens, and bits per byte would count them although no token carries them. Use a tokenizer that keeps "
+            "all ('bytes', 'bpe:4096', one of GPT-2's kind), or text that this one was made for."
         )
     return [f"warning: the tokenizer loses at least {share:.2%} of the held-out bytes"] if share else []
 
