@@ -101,8 +101,9 @@ def train_text(
     tokenizer = make_tokenizer(text.tokenizer, [document.text for document in corpus.train])
     leading = run.evaluation_bytes or evaluation_bytes(run.tokens_trained, run.evaluations)
     data = prepare(corpus, tokenizer, context=run.tokens, validation_bytes=text.validation_bytes, leading_bytes=leading)
-    for note in data.notes if on_note and writes_records() else ():
-        on_note(note)
+    if on_note is not None and writes_records():
+        for note in data.notes:
+            on_note(note)
     result = train(run, data, tokenizer, folder, on_progress, **options)
     if writes_records():
         written = {**run.model_dump(mode="json", exclude_defaults=True), **text.model_dump()}

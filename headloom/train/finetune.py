@@ -100,9 +100,9 @@ def finetune(
     _check(out, asked)
     with locked(out):
         done = {key for key, run in configs.items() if _finished(_folder(out, *key), resolve(run, data, tokenizer))}
-        for note in data.notes if progress else ():
-            progress.note(note)
         if progress:
+            for note in data.notes:
+                progress.note(note)
             progress.start(len(configs), first.steps, len(done))
         for number, (key, config) in enumerate(configs.items(), start=1):
             if key in done:

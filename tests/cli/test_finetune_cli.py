@@ -230,7 +230,9 @@ def test_a_tokenizer_that_loses_text_is_refused(tune, llama_folder, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate("? the brown fox jumps over dogs end".split())}, "?")
+        models.WordLevel(
+            {w: i for i, w in enumerate(["?", "the", "brown", "fox", "jumps", "over", "dogs", "end"])}, "?"
+        )
     )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     model = tmp_path / "model"

@@ -157,9 +157,8 @@ def test_little_text_is_said_and_enough_is_not():
 def lossy(kind: str) -> PreTrainedTokenizerFast:
     """Tokenizers as people have them, none of them spelt in bytes."""
     if kind == "eight words":
-        words = Tokenizer(
-            models.WordLevel({w: i for i, w in enumerate("? the a cat dog sat on .".split())}, unk_token="?")
-        )
+        vocabulary = {word: index for index, word in enumerate(("?", "the", "a", "cat", "dog", "sat", "on", "."))}
+        words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
         words.normalizer, words.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
         return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token=".")
     letters = {"?": 0, ".": 1, "\u2581": 2} | {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz ,é", 3)}

@@ -317,7 +317,9 @@ def test_a_tokenizer_that_loses_text_is_refused(small, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate("? the quick fox over lazy box end".split())}, "?"))
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["?", "the", "quick", "fox", "over", "lazy", "box", "end"])}, "?")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="end").save_pretrained(tmp_path / "words")
     with pytest.raises(HeadloomError, match=r"the tokenizer loses text: at least \d+"):
