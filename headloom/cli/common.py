@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
 from headloom.core.errors import HeadloomError, RunError
+from headloom.core.files import is_full
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,11 +42,22 @@ def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return command(*args, **kwargs)
+            found = command(*args, **kwargs)
+            sys.stdout.flush()  # here, where its errors are heard
+            return found
         except HeadloomError as error:
             line = " ".join(str(error).split())
             typer.echo(f"error: {line}", err=True)
             raise typer.Exit(RUN_FAILED if isinstance(error, RunError) else WRONG_CALL) from None
+        except Exception as error:
+            if not is_full(error):
+                raise
+            typer.echo(
+                f"error: nothing more can be written ({' '.join(str(error).split())}): free some space", err=True
+            )
+            with suppress(OSError, ValueError):  # or Python would try once more when it ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(RUN_FAILED) from None
 
     return wrapped
 

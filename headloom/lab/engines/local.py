@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import headloom
 from headloom.core.errors import HeadloomError
+from headloom.core.files import saying_when_full
 from headloom.lab.engines.base import Engine, Listener
 from headloom.lab.work import Bundle, Job
 
@@ -42,10 +43,13 @@ class Local(Engine):
                 "engine local needs a system that forks processes (Linux, macOS), and this one does not: use inline"
             )
         self._place = tempfile.TemporaryDirectory(prefix="headloom-")
-        path = Path(self._place.name) / "bundle.pickle"
-        with path.open("wb") as file:
-            pickle.dump(self._bundle, file, protocol=5)
-        self._path = path
+        self._path = Path(self._place.name) / "bundle.pickle"
+        try:
+            with saying_when_full(self._path, "no run was started"), self._path.open("wb") as file:
+                pickle.dump(self._bundle, file, protocol=5)
+        except BaseException:
+            self._place.cleanup()
+            raise
         return self
 
     def __exit__(
