@@ -6,12 +6,13 @@ It is a study with defaults: see `headloom.lab.study` for studies, and `headloom
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.folder import open_folder
+from headloom.lab.folder import open_folder, refuse_other
+from headloom.lab.growth import differing_specs
 from headloom.lab.plan import Plan, make_plan
 from headloom.lab.progress import Progress
 from headloom.lab.resolve import resolve
@@ -20,6 +21,9 @@ from headloom.lab.sizes import Size
 from headloom.lab.spec import StudySpec, identity
 from headloom.lab.study import Budget, Engine, Study
 from headloom.lab.variants import Variant, parse_variants
+
+if TYPE_CHECKING:
+    from headloom.data import Corpus
 
 __all__ = ["Comparison", "Interrupted", "compare", "make_spec", "run_study"]
 
@@ -54,7 +58,7 @@ def compare(
         seeds: how many seeds; from two on there are intervals.
         data, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
         threads: processor threads of a run; None: all this process may use.
-        out: the study's folder; None: headloom-compare here, or the first free number after it.
+        out: the study's folder, which may hold one that has runs in common with it: those are used again. None: headloom-compare here, or the first free number after it.
         progress: is told what happens. report: also write report.html and figures/.
         engine: "local" (a process for each run), or "inline" (this process, for a debugger).
 
@@ -115,13 +119,26 @@ def _run(
     report: bool,
 ) -> Comparison:
     progress.stage("reading the text and matching budgets")
-    plan = make_plan(spec)
+    if out is not None:
+        refuse_other(Path(out), lambda held: differing_specs(held, spec))
+    plan = make_plan(spec, lambda corpus: _same_text(out, corpus))
     resolved = plan.resolved
     study_hash = identity(resolved)
     folder = open_folder(out, study_hash, resolved, default=default)
     command = command or f"headloom study run {shlex.quote(str(folder / 'study.yaml'))}"
     runner = Runner(plan, folder, study_hash, resolved, study, command, _notes(plan), progress, report)
     return runner.run()
+
+
+def _same_text(out: str | Path | None, corpus: Corpus) -> None:
+    """Refuse a folder with a study of another text before this one is tokenised."""
+
+    def differing(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        there, here = held["resolved"]["data"]["corpus"], corpus.fingerprint
+        return {} if there == here else {"data": {"there": there[:12], "here": here[:12]}}
+
+    if out is not None:
+        refuse_other(Path(out), differing)
 
 
 def make_spec(variants: list[Variant], size: Size, **settings: Any) -> StudySpec:
