@@ -48,6 +48,9 @@ def compare(
     tokens: Annotated[int | None, typer.Option(help="Context in tokens. Default: the size's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: the size's.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate. Default: the size's.")] = None,
+    evaluations: Annotated[
+        int, typer.Option(help="Validations along every run, for its curve, besides the one at the end; 0: none.")
+    ] = 10,
     threads: Annotated[int | None, typer.Option(help="Processor threads. Default: all this process may use.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the study. Default: headloom-compare, or the next free number.")
@@ -76,6 +79,7 @@ def compare(
                 tokens=tokens,
                 batch_size=batch_size,
                 learning_rate=learning_rate,
+                evaluations=evaluations,
                 threads=threads,
                 out=out,
                 progress=Bar(),

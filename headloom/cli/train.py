@@ -26,6 +26,10 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Default: the size's.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak. Default: the size's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
+    evaluations: Annotated[
+        int | None,
+        typer.Option(help="Validations along the way besides the one at the end; 0: none. Default: 10."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any field of a run's file: batch_size=16. Repeatable.")
     ] = None,
@@ -47,7 +51,13 @@ def train(
     from headloom.lab.progress import Bar
     from headloom.train.file import train_text
 
-    given: dict[str, Any] = {"data": data, "tokenizer": tokenizer, "steps": steps, "seed": seed}
+    given: dict[str, Any] = {
+        "data": data,
+        "tokenizer": tokenizer,
+        "steps": steps,
+        "seed": seed,
+        "evaluations": evaluations,
+    }
     given |= {"learning_rate": learning_rate, "compile": "inductor" if compiled else None}
     given |= {"checkpoint_activations": checkpoint_activations or None}
     given = {key: value for key, value in given.items() if value is not None}

@@ -26,6 +26,7 @@ from headloom.data.sources import Document, shuffled
 from headloom.data.tokenizer import is_bytes
 
 DEFAULT_VALIDATION_BYTES = 2**20
+DEFAULT_LEADING_BYTES = 2**14
 _BATCH_CHARACTERS = 2**20
 
 
@@ -67,6 +68,8 @@ class TokenData:
 
     Attributes:
         train, validation: the two streams.
+        leading: the part of the validation text that is read along the way of a run; the very same stream as
+            `validation` where that is all of it.
         vocab_size: ids are below it.
         fingerprint: SHA-256 of vocabulary size and both streams: equal fingerprints mean equal tokens in equal order.
         title: one line for people.
@@ -76,9 +79,12 @@ class TokenData:
     validation: TokenStream
     vocab_size: int
     title: str
+    leading: TokenStream = field(default=None, kw_only=True)  # type: ignore[assignment]
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.leading is None:
+            object.__setattr__(self, "leading", self.validation)
         digest = hashlib.sha256(f"{self.vocab_size}\0".encode())
         for stream in (self.train, self.validation):
             digest.update(f"{len(stream.ids)}\0{stream.bytes}\0".encode())
@@ -104,6 +110,7 @@ def prepare(
     *,
     context: int,
     validation_bytes: int | None = DEFAULT_VALIDATION_BYTES,
+    leading_bytes: int | None = DEFAULT_LEADING_BYTES,
 ) -> TokenData:
     """Pack both splits of a corpus.
 
@@ -111,12 +118,17 @@ def prepare(
         context: row length in tokens, checked against the amount of text here so that a run cannot fail later.
         validation_bytes: at most so many bytes of validation text, a sample of documents fixed by their names, the
             last one cut (None: all).
+        leading_bytes: at most so many bytes of that, taken in the same way, for evaluations along a run (None: all).
 
     Raises:
         HeadloomError: the training text does not fill one row, or nothing is left to validate on.
     """
     validation = list(corpus.validation) if validation_bytes is None else _sample(corpus.validation, validation_bytes)
-    data = TokenData(pack(corpus.train, tokenizer), pack(validation, tokenizer), len(tokenizer), corpus.title)
+    held = pack(validation, tokenizer)
+    part = held
+    if leading_bytes is not None and leading_bytes < held.bytes:
+        part = pack(_sample(validation, leading_bytes), tokenizer)
+    data = TokenData(pack(corpus.train, tokenizer), held, len(tokenizer), corpus.title, leading=part)
     if data.train.rows(context) < 1:
         raise HeadloomError(
             f"too little text: the training split of {corpus.title} has {len(data.train.ids)} tokens, "

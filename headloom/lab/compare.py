@@ -21,6 +21,7 @@ from headloom.lab.sizes import Size
 from headloom.lab.spec import StudySpec, identity
 from headloom.lab.study import Budget, Engine, Study
 from headloom.lab.variants import Variant, parse_variants
+from headloom.train.config import EVALUATIONS
 
 if TYPE_CHECKING:
     from headloom.data import Corpus
@@ -42,6 +43,7 @@ def compare(
     tokens: int | None = None,
     batch_size: int | None = None,
     learning_rate: float | None = None,
+    evaluations: int = EVALUATIONS,
     threads: int | None = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
@@ -56,9 +58,11 @@ def compare(
         size: a name of `headloom.lab.sizes`; the reference keeps its feed-forward width, the others' is turned.
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
         seeds: how many seeds; from two on there are intervals.
+        evaluations: validations along every run, besides the one at its end (0: none).
         data, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
         threads: processor threads of a run; None: all this process may use.
-        out: the study's folder, which may hold one that has runs in common with it: those are used again. None: headloom-compare here, or the first free number after it.
+        out: the study's folder; runs that it holds already and that are asked for again are used again. None:
+            headloom-compare here, or the first free number after it.
         progress: is told what happens. report: also write report.html and figures/.
         engine: "local" (a process for each run), or "inline" (this process, for a debugger).
 
@@ -83,6 +87,7 @@ def compare(
             tokens=tokens,
             batch_size=batch_size,
             learning_rate=learning_rate,
+            evaluations=evaluations,
             engine=engine,
         )
         spec = resolve(study, kind="compare", variants=parsed)
@@ -158,6 +163,7 @@ def comparison_study(
     tokens: int | None = None,
     batch_size: int | None = None,
     learning_rate: float | None = None,
+    evaluations: int = EVALUATIONS,
     engine: str = "local",
 ) -> Study:
     """A comparison as a study: equal parameters by the feed-forward width, equal steps, one learning rate."""
@@ -181,6 +187,7 @@ def comparison_study(
         tokens=tokens,
         batch_size=batch_size,
         learning_rates=None if learning_rate is None else (learning_rate,),
+        evaluations=evaluations,
         engine=place,
     )
 
@@ -198,6 +205,7 @@ def compare_command(spec: StudySpec) -> str:
         "--tokens": shape.tokens,
         "--batch-size": shape.batch_size,
         "--learning-rate": f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate),
+        "--evaluations": spec.evaluations,
         "--threads": spec.threads,
     }
     words = [word for name, value in arguments.items() for word in (name, str(value))]

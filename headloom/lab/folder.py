@@ -50,7 +50,7 @@ def open_folder(
     else:
         number = 1
         folder = Path(default)
-        while _what_else(folder) or (read_json(folder / STUDY) or {}).get("hash", study_hash) != study_hash:
+        while _what_else(folder) or (read_json(folder / STUDY) or {"hash": study_hash}).get("hash") != study_hash:
             number += 1
             folder = Path(f"{default}-{number}")
     try:

@@ -126,7 +126,13 @@ def make_plan(spec: StudySpec, on_corpus: Callable[[Corpus], None] | None = None
     corpus, chosen_by = (corpus, None) if spec.selection_bytes is None else _split_validation(corpus, spec)
     if on_corpus is not None:
         on_corpus(corpus)
-    data = prepare(corpus, tokenizer, context=longest, validation_bytes=spec.validation_bytes)
+    data = prepare(
+        corpus,
+        tokenizer,
+        context=longest,
+        validation_bytes=spec.validation_bytes,
+        leading_bytes=spec.evaluation_bytes,
+    )
     selection = None
     if chosen_by is not None:
         selection = prepare(chosen_by, tokenizer, context=longest, validation_bytes=spec.selection_bytes).validation

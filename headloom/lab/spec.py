@@ -123,6 +123,8 @@ class StudySpec(_Strict):
     data: str = Field(min_length=1)
     tokenizer: str = Field(min_length=1)
     validation_bytes: Count
+    evaluations: int = Field(ge=0)
+    evaluation_bytes: Count
     selection_bytes: Count | None
     threads: Count
     dtype: Literal["float32", "bfloat16"]

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headloom.core.errors import HeadloomError, near
 from headloom.core.files import write_text
-from headloom.train.config import RunConfig
+from headloom.train.config import RunConfig, evaluation_bytes
 from headloom.train.records import RunResult
 from headloom.train.trainer import Progress
 
@@ -87,7 +87,8 @@ def train_text(
 
     corpus = load_corpus(text.data)
     tokenizer = make_tokenizer(text.tokenizer, [document.text for document in corpus.train])
-    data = prepare(corpus, tokenizer, context=run.tokens, validation_bytes=text.validation_bytes)
+    leading = run.evaluation_bytes or evaluation_bytes(run.tokens_trained, run.evaluations)
+    data = prepare(corpus, tokenizer, context=run.tokens, validation_bytes=text.validation_bytes, leading_bytes=leading)
     result = train(run, data, tokenizer, folder, on_progress, **options)
     if writes_records():
         written = {**run.model_dump(mode="json", exclude_defaults=True), **text.model_dump()}

@@ -120,6 +120,17 @@ def test_prepare_samples_whole_validation_documents_and_cuts_the_last():
     assert part.fingerprint != whole.fingerprint
     assert part.fingerprint == prepare(corpus, tokenizer, context=16, validation_bytes=100).fingerprint
     assert part.vocab_size == 258 and part.title == "a corpus"
+    assert part.leading is part.validation and whole.leading is whole.validation  # there is no more of it
+
+
+def test_evaluations_along_the_way_read_the_same_part_of_the_text_whatever_the_whole():
+    corpus = corpus_of(["train text " * 30], [f"{i}é" * 20 for i in range(10)])
+    tokenizer = make_tokenizer("bytes")
+    whole = prepare(corpus, tokenizer, context=16, leading_bytes=100)
+    assert (whole.validation.bytes, whole.leading.bytes in (99, 100), whole.leading.documents) == (600, True, 2)
+    plain = prepare(corpus, tokenizer, context=16, validation_bytes=100)
+    assert whole.leading.ids.tolist() == plain.validation.ids.tolist()
+    assert whole.fingerprint == prepare(corpus, tokenizer, context=16, leading_bytes=None).fingerprint
 
 
 def test_fingerprint_tells_tokens_and_vocabulary_apart():
