@@ -127,7 +127,11 @@ class Runner(Listener):
         known = Measured(
             {label: kept[key]["timing"] for label, key in keys.items() if key in kept},
             {label: Shape(**kept[key]["shape"]) for label, key in keys.items() if key in kept},
-            {label: Match.from_dict(kept[key]["match"]) for label, key in keys.items() if kept.get(key, {}).get("match")},
+            {
+                label: Match.from_dict(kept[key]["match"])
+                for label, key in keys.items()
+                if kept.get(key, {}).get("match")
+            },
         )
         if not before:
             self._write_manifest(Measured(), {})
@@ -293,8 +297,8 @@ class Runner(Listener):
         return f"{self.command} --out {shlex.quote(str(self.folder))}"
 
     def _write_manifest(self, found: Measured, kept: Mapping[str, Any]) -> None:
-        """study.yaml and study.json: what was asked for last. `kept`: all that was ever measured in this folder, so that
-        a variant that comes back has it."""
+        """study.yaml and study.json: what was asked for last. `kept`: all that was ever measured in this folder, for a
+        variant that comes back."""
         from headloom.train.records import machine
 
         spec, plan = self.spec, self.plan

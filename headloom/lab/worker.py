@@ -1,6 +1,6 @@
-"""A worker of the local engine: `python -m headloom.lab.worker BUNDLE`. It imports once, and forks for every run. BUNDLE
-is the number of an open file that holds what all runs share.
+"""A worker of the local engine: `python -m headloom.lab.worker BUNDLE`. It imports once, and forks for every run.
 
+    BUNDLE   the number of an open file that holds what all runs share
     stdin    a job a line (JSON)
     stdout   {"ready"} | {"pid"} | {"step", "loss"} | {"done": result} | {"failed": reason} | {"ended": wait status}
 
