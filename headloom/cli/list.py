@@ -71,7 +71,7 @@ def _named(as_json: bool) -> None:
 def _options(name: str, as_json: bool) -> None:
     from headloom.bench import catalogue
     from headloom.bench.options import options
-    from headloom.cli.names import described
+    from headloom.lab.names import described
     from headloom.lab.variants import defaults
 
     usual = defaults()
