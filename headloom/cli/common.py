@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stdout
-from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 import typer
 
@@ -48,7 +49,7 @@ def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
             try:
                 return command(*args, **kwargs)
             except HeadloomError as error:
-                line = " ".join(str(error).split())
+                line = _in_options(" ".join(str(error).split()), command)
                 typer.echo(f"error: {line}", err=True)
                 raise typer.Exit(RUN_FAILED if isinstance(error, RunError) else WRONG_CALL) from None
             except (KeyboardInterrupt, typer.Exit):
@@ -57,6 +58,20 @@ def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
                 raise
 
     return wrapped
+
+
+def _in_options(line: str, command: Callable[..., Any]) -> str:
+    """The line with the command's own options where it names arguments as Python writes them: what raised it knows no
+    command line. `allow_change=True` is --allow-change, and `learning_rate: ...` at its start --learning-rate: ..."""
+    from typer.models import OptionInfo
+
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        for option in getattr(hint, "__metadata__", ()):
+            if isinstance(option, OptionInfo):
+                spelled = next(iter(option.param_decls or ()), "--" + name.replace("_", "-"))
+                line = re.sub(rf"\b{name}=True\b", spelled, line)
+                line = re.sub(rf"^{name}: ", f"{spelled}: ", line)
+    return line
 
 
 @contextmanager

@@ -73,6 +73,10 @@ def compare(
 
     A run that fails is recorded with its reason and the others go on: see `Comparison.failed`.
     """
+    if out is not None and not isinstance(out, str | Path):
+        raise HeadloomError(f"out must be a folder's path, not {out!r}")
+    if progress is not None and not isinstance(progress, Progress):
+        raise HeadloomError(f"progress must be a headloom.lab.progress.Progress or None, not {progress!r}")
     progress = progress or Progress()
     with progress:
         progress.stage("reading the call")
@@ -178,24 +182,29 @@ def comparison_study(
         place = Engine(name=engine)  # type: ignore[arg-type]
     except ValueError:
         raise HeadloomError(f"engine must be local or inline, not '{engine}'") from None
-    return Study(
-        name="headloom-compare",
-        variants=tuple(variant.text for variant in variants),
-        budgets=(EQUAL_PARAMETERS,),
-        size=size,
-        seeds=seeds,
-        statistics=seeds > 1,
-        data=data,
-        text_column=text_column,
-        tokenizer=tokenizer,
-        threads=threads,
-        steps=steps,
-        tokens=tokens,
-        batch_size=batch_size,
-        learning_rates=None if learning_rate is None else (learning_rate,),
-        evaluations=evaluations,
-        engine=place,
-    )
+    written: dict[str, Any] = {
+        "name": "headloom-compare",
+        "variants": tuple(variant.text for variant in variants),
+        "budgets": (EQUAL_PARAMETERS,),
+        "size": size,
+        "seeds": seeds,
+        "statistics": seeds > 1,
+        "data": data,
+        "text_column": text_column,
+        "tokenizer": tokenizer,
+        "threads": threads,
+        "steps": steps,
+        "tokens": tokens,
+        "batch_size": batch_size,
+        "learning_rates": None if learning_rate is None else (learning_rate,),
+        "evaluations": evaluations,
+        "engine": place,
+    }
+    try:
+        return Study(**written)
+    except HeadloomError as error:  # the study's keys are this function's arguments, but for this one
+        line = str(error).removeprefix("study: ").replace("learning_rates.0:", "learning_rate:")
+        raise HeadloomError(line) from None
 
 
 def compare_command(spec: StudySpec) -> str:
