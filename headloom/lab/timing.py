@@ -28,7 +28,8 @@ Measure = Callable[[Mapping[str, Shape]], dict[str, Timing]]
 def step_times(
     runs: Mapping[str, RunConfig], data: TokenData, tokenizer: PreTrainedTokenizerFast, *, repeats: int = REPEATS
 ) -> dict[str, Timing]:
-    """Label -> median, low and high seconds of a training step over interleaved repetitions.
+    """Label -> median, low and high (quartiles) seconds of a training step, and every sample: repetitions were taken in
+    turns, so sample i of one label belongs to sample i of another.
 
     A step is the forward and backward pass of one batch in its accumulation steps, clipping and AdamW's update, with
     the run's own model, parameter groups, batch, threads, type, compilation and activation checkpoints.
@@ -45,7 +46,7 @@ def step_times(
     finally:
         torch.set_num_threads(threads)
     return {
-        label: {"median": timing.median, "low": timing.low, "high": timing.high, "repeats": repeats}
+        label: {**timing.spread(), "repeats": repeats, "samples": list(timing.samples)}
         for label, timing in timings.items()
     }
 
