@@ -61,6 +61,7 @@ def read_run(spec: StudySpec, folder: Path, label: str, seed: int, learning_rate
         "curve_text": result.get("curve_text") or "",
         "step_time": result["step_time_seconds"],
         "mixes": (folder / name / "mixes.npz").is_file(),
+        "pictures": (folder / name / "pictures.npz").is_file(),
         "quality_text": result["validation_text"],
     }
 
@@ -159,6 +160,7 @@ def summarise(
     found = correct([paired_difference(quality[label], quality[against]) for label, against in pairs])
     compared = dict(zip(pairs, found, strict=True))
     read = _read_in_time(spec, runs, planned, timing)
+    in_time = time_sentence(spec.against, read, UNIT) if spec.budget("time") is None else None
     variants = [_variant(spec, variant, runs, quality, compared, planned, timing, read) for variant in spec.variants]
     done = [run for run in runs if run["status"] == "finished"]
     texts = {key: [run.pop(key) for run in done] for key in ("quality_text", "curve_text", "curve")}
@@ -172,9 +174,10 @@ def summarise(
         "condition": condition(spec),
         "variants": variants,
         "runs": runs,
-        "headlines": headlines(spec, compared, timing, read),
+        "headlines": [*headlines(spec, compared, timing), *([in_time] if in_time else [])],
+        "time_summary": in_time or "",
         "summary": summary(compared, unit=UNIT, condition=condition(spec)),
-        "notes": [*notes, *_failure_notes(runs)],
+        "notes": [*notes, *_part_notes(spec, texts), *_failure_notes(runs)],
         "warnings": _warnings(variants),
         "pairs": [pair for group in _groups(spec) for pair in told_apart(group, quality, _steps(planned), timing)],
         "quality_text": next(iter(texts["quality_text"]), ""),
@@ -284,10 +287,8 @@ def headlines(
     spec: StudySpec,
     compared: Mapping[tuple[str, str], Difference],
     timing: Mapping[str, Mapping[str, Any]],
-    read: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
-    """One sentence a variant on quality, the clearest gain first, one on what the steps cost, and, unless time was made
-    equal, one on quality at equal time."""
+    """One sentence a variant on quality, the clearest gain first, and one on what the steps cost."""
     order = {"better": 0, "worse": 1, "same": 2, "unknown": 3}
     ranked = sorted(compared, key=lambda pair: (order[compared[pair].verdict], compared[pair].mean or 0.0))
     lines = [
@@ -304,9 +305,6 @@ def headlines(
         if spec.budget("time") is None:
             text += " The comparison is at equal steps, not at equal time." if "equal steps" in condition(spec) else ""
         lines.append(text)
-    in_time = time_sentence(spec.against, read, UNIT) if spec.budget("time") is None else None
-    if in_time:
-        lines.append(in_time)
     return lines
 
 
@@ -348,6 +346,17 @@ def _warnings(variants: Sequence[Mapping[str, Any]]) -> list[str]:
         if variant["difference"] is not None and 0 < variant["difference"]["n"] < 3:
             found.append(f"{variant['label']} is compared over {variant['difference']['n']} seeds: three are usual.")
     return found
+
+
+def _part_notes(spec: StudySpec, texts: Mapping[str, Sequence[str]]) -> list[str]:
+    """What has to be known where evaluations along the way read less text than the one at the end."""
+    parts = sorted(set(texts["curve_text"]) - {""} - set(texts["quality_text"]))
+    if not parts:
+        return []
+    return [
+        f"Along the runs, and so at {spec.reference}'s time, bits per byte are those of a fixed part of the validation "
+        f"text ({spec.evaluation_bytes:,} bytes): to be compared with one another, not with those of the whole text."
+    ]
 
 
 def _failure_notes(runs: Sequence[Mapping[str, Any]]) -> list[str]:
