@@ -266,10 +266,35 @@ def test_a_map_is_the_weight_by_its_first_axis(tmp_path, whole_folder):
     assert [(m.layer, m.name, m.shape) for m in maps] == [(2, "q_mix", (3, 4)), (10, "q_mix", (2, 3, 4))]
     assert maps[1].weight[1].tolist() == list(range(12, 24))
     section = mixes.mixes(study)
-    assert section.datasets["mixes-1-1"] == [{"weight": list(range(24))}]
+    names = {"rows": ("0", "1"), "columns": tuple(map(str, range(12)))}
+    assert section.datasets["mixes-1-1"] == [{"weight": list(range(24)), **names}]
     assert section.rows[1] | {"mean": 11.5, "largest": 23.0, "shape": "2x3x4"} == section.rows[1]
     colours = section.panels[0].spec["concat"][0]["encoding"]["color"]["scale"]
     assert colours["domain"] == [-23.0, 0, 23.0]  # zero is in the middle, though no weight is negative
+
+
+def test_pictures_are_labelled_and_show_the_change_from_the_start(whole_folder):
+    def edit(results):
+        for run in results["runs"]:
+            run["pictures"] = run["variant"] == "mha" and run.get("chosen", True)
+
+    study = change(whole_folder, edit)
+    run = next(run for run in study.finished if run["pictures"])
+    key = "model.layers.3.self_attn.head_q.0.weight"
+    saved = {"start": [[1.0, 0.0], [0.0, 1.0]], "end": [[1.5, 0.0], [-0.25, 1.0]], "rows": ["0", "1"]}
+    saved |= {"columns": ["0.0", "0.1"], "axes": ["to simulated head", "from head.tap"]}
+    np.savez(
+        study.folder / run["folder"] / "pictures.npz", **{f"{key}/{part}": np.array(v) for part, v in saved.items()}
+    )
+    section = mixes.mixes(study)
+    assert [panel.tab for panel in section.panels] == ["mha", "mha: change", "iha"]  # iha has the old kind of file
+    after, changed = (section.datasets[f"mixes-{n}-0"][0] for n in (1, 2))
+    assert after == {"weight": [1.5, 0.0, -0.25, 1.0], "rows": ("0", "1"), "columns": ("0.0", "0.1")}
+    assert changed["weight"] == [0.5, 0.0, -0.25, 0.0]
+    drawn = section.panels[1].spec["concat"][0]
+    assert drawn["title"]["text"] == "head_q.0, layer 3"
+    assert drawn["encoding"]["x"]["axis"]["title"] == "from head.tap"
+    assert drawn["encoding"]["y"]["axis"]["title"] == "to simulated head"
 
 
 @pytest.mark.parametrize(
