@@ -32,7 +32,7 @@ from headloom.attention.pictures import Picture, names
 from headloom.core.errors import HeadloomError
 from headloom.ops import blocks
 from headloom.ops.cache import Cache, Seen
-from headloom.ops.masks import Mask, Visibility, expand_pseudo, sort_rules
+from headloom.ops.masks import Mask, Visibility, expand_pseudo, given_once, sort_rules
 from headloom.ops.mixing import Mix
 from headloom.ops.rotary import Rotary, rotate
 from headloom.ops.scores import attend
@@ -209,9 +209,10 @@ class Attention(nn.Module):
 
         Args:
             mask: a predicate (`Causal`, `Window`, `Documents`, `Padding`, `Dense`, joined by `&`); it is joined with
-                the config's own causality and window and never loosens them.
+                the config's own causality and window and never loosens them. `Exactly(mask)` takes their place: what
+                it shows is seen, and nothing else is inferred.
             positions: ints (T,) or (B, T); they only rotate. Where they restart they open a new document, unless
-                document ids are given. Default: the places after the cached tokens.
+                document ids or an `Exactly` are given. Default: the places after the cached tokens.
             padding: bool, True = real, (B, T) or, over the cached tokens too, (B, S). Padding sees nothing (output
                 o_proj(0)) and is not seen.
             documents: ints (T,), (B, T) or (B, S); tokens see their own document only.
@@ -235,20 +236,23 @@ class Attention(nn.Module):
             raise HeadloomError(f"the input must have shape (B, T, {c.hidden_size}), not {tuple(x_BTD.shape)}")
         B, T, _ = x_BTD.shape
         rules = sort_rules(mask, causal=c.causal, window=c.window)
-        padding = rules.padding if padding is None else padding
-        documents = rules.documents if documents is None else documents
+        padding = given_once("padding", padding, rules.padding)
+        documents = given_once("documents", documents, rules.documents)
+        alone = rules.exact and padding is None and documents is None
         past = 0 if cache is None else cache.length(self.layer_index)
         held = None if cache is None else cache.held(self.layer_index)
         positions, documents = place(
-            B, T, x_BTD.device, past=past, held=held, positions=positions, padding=padding, documents=documents
-        )
+            B, T, x_BTD.device, past=past, held=held, positions=positions, padding=padding, documents=documents,
+            exact=rules.exact,
+        )  # fmt: skip
         q, slots = self.project(x_BTD)
         S = past + T
 
         def visible(seen: Seen) -> Visibility:
             if seen.tokens is None:
-                return Visibility.of(rules, T, S, cover(seen.documents_BS, padding, B, S), x_BTD.device)
-            if rules.window is not None or rules.pairs:
+                told = None if alone else cover(seen.documents_BS, padding, B, S)
+                return Visibility.of(rules, T, S, told, x_BTD.device)
+            if rules.window is not None or rules.pairs or rules.exact:
                 raise HeadloomError(
                     f"{self.name} remembers a state of constant size: a window or a mask over pairs cannot reach the "
                     "tokens in it. Give the whole sequence without a cache"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from headloom.attention.config import need
 from headloom.core.config import Config, check_names, fields_of, unknown_option
@@ -43,18 +43,15 @@ class Schedule(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HybridConfig(Config):
-    """Options of the hybrid.
+    """Options of the hybrid."""
 
-    Args:
-        pseudo_heads: P of the local layers.
-        window: W of the local layers in real tokens (None: N / (2 P^2), rounded down).
-        local: local layers before each global one (None: the paper's four; one less than the layers in a model of fewer
-            than five).
-    """
-
-    pseudo_heads: int = 2
-    window: int | None = None
-    local: int | None = None
+    pseudo_heads: Annotated[int, "P: pseudo-heads of each head in the local layers"] = 2
+    window: Annotated[
+        int | None, "W: tokens that a local layer sees. None: N / (2 P^2) in a context of N, rounded down"
+    ] = None
+    local: Annotated[
+        int | None, "local layers before each global one. None: four, as the paper; in a shallow model all but one"
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -196,11 +196,8 @@ def compare_command(spec: StudySpec) -> str:
 
 def _notes(plan: Plan) -> list[str]:
     spec, costs = plan.spec, plan.costs()
-    notes = [
-        f"{variant.label} runs with {name}={variant.options[name]}: the comparison's default, used where none is given."
-        for variant in spec.variants
-        for name in variant.defaulted
-    ]
+    variants = (Variant(v.mechanism, v.options, v.label, v.defaulted) for v in spec.variants)
+    notes = [note for variant in variants for note in variant.notes]
     notes += [
         f"{label} remembers {cost['cache_constant_bytes']:,} bytes a sequence, however long, besides what its tokens "
         "leave in the cache."
