@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
-from headloom.lab.statistics import Difference, correct, median_interval, paired_difference, spread, summary
+from headloom.lab.statistics import Difference, correct, listed, median_interval, paired_difference, spread, summary
 
 Timing = Mapping[str, Mapping[str, Any]]
 FINISHED = 0.99  # a share of its steps from which a run's schedule is as good as finished
@@ -84,7 +84,7 @@ def time_sentence(against: Mapping[str, str | None], read: Mapping[str, Mapping[
     unfinished = [label for label, _ in compared if read[label]["share"] < FINISHED]
     if unfinished:
         text += (
-            f" There the learning rate of {', '.join(unfinished)} has not come down to the end of its schedule: a run "
+            f" There the learning rate of {listed(unfinished)} has not come down to the end of its schedule: a run "
             "planned for that time would do a little better."
         )
     return text

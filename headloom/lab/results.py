@@ -15,7 +15,7 @@ from headloom.lab.fairness import differences, flatten
 from headloom.lab.folder import slug, write_csv
 from headloom.lab.readings import at_time, time_sentence, told_apart
 from headloom.lab.spec import StudySpec, VariantSpec
-from headloom.lab.statistics import Difference, correct, paired_difference, sentence, spread, summary
+from headloom.lab.statistics import Difference, correct, listed, paired_difference, sentence, spread, summary
 
 UNIT = "bits per byte"
 Quality = dict[str, dict[int, float]]
@@ -343,8 +343,11 @@ def _warnings(variants: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{variant['label']}'s best learning rate, {variant['learning_rate']:g}, is the {end}: a better one "
                 "may lie beyond it, so give a wider grid before trusting its place."
             )
-        if variant["difference"] is not None and 0 < variant["difference"]["n"] < 3:
-            found.append(f"{variant['label']} is compared over {variant['difference']['n']} seeds: three are usual.")
+    few = {v["label"]: n for v in variants if v["difference"] is not None and 0 < (n := v["difference"]["n"]) < 3}
+    for n in sorted(set(few.values())):
+        labels = [label for label, pairs in few.items() if pairs == n]
+        verb, seeds = "is" if len(labels) == 1 else "are", "one seed" if n == 1 else f"{n} seeds"
+        found.append(f"{listed(labels)} {verb} compared over {seeds}: three are usual.")
     return found
 
 

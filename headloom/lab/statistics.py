@@ -264,12 +264,13 @@ def summary(compared: Mapping[tuple[str, str], Difference], *, unit: str, condit
     for kind, text in (("same", "not distinguishable"), ("unknown", "not compared")):
         if words[kind]:
             verb = "is" if len(words[kind]) == 1 else "are"
-            parts.append(f"{_listed(words[kind])} {verb} {text}")
+            parts.append(f"{listed(words[kind])} {verb} {text}")
             if len(parts) == 1:
                 against = f" from {next(iter(references))}" if len(references) == 1 and kind == "same" else ""
                 parts[0] += against + over
     return "; ".join(parts) + "."
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

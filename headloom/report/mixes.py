@@ -63,10 +63,10 @@ def mixes(study: Study) -> Section | None:
         if len(drawn) < len(maps):
             layers = ", ".join(str(layer) for layer in sorted({m.layer for m in drawn})) or "none"
             notes.append(f"{label}: {len(drawn)} of {len(maps)} maps are drawn (layers {layers}); all are in {file}.")
-        for tab, grid in ((label, drawn), (f"{label}: change", changes)):
+        for tab, grid, what in ((label, drawn, "weight"), (f"{label}: change", changes, "change of the weight")):
             if grid:
                 name = f"mixes-{len(panels) + 1}"
-                spec, data = _grid(grid, name)
+                spec, data = _grid(grid, name, what)
                 panels.append(Panel(name, tab, spec))
                 datasets |= data
         rows += [_summary(label, run["seed"], m) for m in maps]
@@ -155,12 +155,12 @@ def _summary(label: str, seed: int, m: Map) -> dict[str, Any]:
     }
 
 
-def _grid(maps: list[Map], name: str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+def _grid(maps: list[Map], name: str, what: str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     top = max(float(np.abs(m.weight).max()) for m in maps) or 1.0
     top = float(f"{top:.2g}")
     scale = alt.Scale(type="pow", exponent=0.5, domain=[-top, 0, top], range="diverging", interpolate="rgb")
     legend = alt.Legend(
-        title="weight", orient="top", gradientLength=200, format="~g", values=[-top, -top / 4, 0, top / 4, top]
+        title=what, orient="top", gradientLength=200, format="~g", values=[-top, -top / 4, 0, top / 4, top]
     )
     charts, data = [], {}
     for place, m in enumerate(maps):
