@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stdout
-from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 import typer
 
@@ -24,6 +25,13 @@ R = TypeVar("R")
 RUN_FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout and nothing else there.")]
+DATA_KINDS = (
+    "a text file, a table (.jsonl, .json, .csv, .tsv, .parquet), a folder of these, a folder that save_to_disk wrote, "
+    "or a Hugging Face data set"
+)
+TextColumn = Annotated[
+    str | None, typer.Option(help="Of tables and saved or hub data sets: the column with the text. Default: text.")
+]
 Size = Annotated[str, typer.Option("--size", help="tiny, small, 125M, 350M, 1.3B, 2.4B, 2.7B, 6.7B or 10.6B.")]
 
 
@@ -35,11 +43,25 @@ def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except HeadloomError as error:
-            line = " ".join(str(error).split())
+            line = _in_options(" ".join(str(error).split()), command)
             typer.echo(f"error: {line}", err=True)
             raise typer.Exit(RUN_FAILED if isinstance(error, RunError) else WRONG_CALL) from None
 
     return wrapped
+
+
+def _in_options(line: str, command: Callable[..., Any]) -> str:
+    """The line with the command's own options where it names arguments as Python writes them: what raised it knows no
+    command line. `allow_change=True` is --allow-change, and `learning_rate: ...` at its start --learning-rate: ..."""
+    from typer.models import OptionInfo
+
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        for option in getattr(hint, "__metadata__", ()):
+            if isinstance(option, OptionInfo):
+                spelled = next(iter(option.param_decls or ()), "--" + name.replace("_", "-"))
+                line = re.sub(rf"\b{name}=True\b", spelled, line)
+                line = re.sub(rf"^{name}: ", f"{spelled}: ", line)
+    return line
 
 
 @contextmanager

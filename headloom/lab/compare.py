@@ -35,6 +35,7 @@ def compare(
     steps: int | None = None,
     seeds: int = 3,
     data: str | Path = "stdlib",
+    text_column: str | None = None,
     tokenizer: str | Path = "bytes",
     tokens: int | None = None,
     batch_size: int | None = None,
@@ -55,7 +56,7 @@ def compare(
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
         seeds: how many seeds; from two on there are intervals.
         evaluations: validations along every run, besides the one at its end (0: none).
-        data, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
+        data, text_column, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
         threads: processor threads of a run; None: all this process may use.
         out: the study's folder; None: headloom-compare here, or the first free number after it.
         progress: is told what happens. report: also write report.html and figures/.
@@ -67,6 +68,10 @@ def compare(
 
     A run that fails is recorded with its reason and the others go on: see `Comparison.failed`.
     """
+    if out is not None and not isinstance(out, str | Path):
+        raise HeadloomError(f"out must be a folder's path, not {out!r}")
+    if progress is not None and not isinstance(progress, Progress):
+        raise HeadloomError(f"progress must be a headloom.lab.progress.Progress or None, not {progress!r}")
     progress = progress or Progress()
     with progress:
         progress.stage("reading the call")
@@ -76,6 +81,7 @@ def compare(
             size,
             seeds=seeds,
             data=_data_name(data),
+            text_column=text_column,
             tokenizer=str(tokenizer),
             threads=threads,
             steps=steps,
@@ -120,6 +126,8 @@ def _run(
 ) -> Comparison:
     progress.stage("reading the text and matching budgets")
     plan = make_plan(spec)
+    for note in plan.data.notes:
+        progress.note(note)
     resolved = plan.resolved
     study_hash = identity(resolved)
     folder = open_folder(out, study_hash, resolved, default=default)
@@ -141,6 +149,7 @@ def comparison_study(
     data: str,
     tokenizer: str,
     threads: int | None,
+    text_column: str | None = None,
     steps: int | None = None,
     tokens: int | None = None,
     batch_size: int | None = None,
@@ -155,23 +164,29 @@ def comparison_study(
         place = Engine(name=engine)  # type: ignore[arg-type]
     except ValueError:
         raise HeadloomError(f"engine must be local or inline, not '{engine}'") from None
-    return Study(
-        name="headloom-compare",
-        variants=tuple(variant.text for variant in variants),
-        budgets=(EQUAL_PARAMETERS,),
-        size=size,
-        seeds=seeds,
-        statistics=seeds > 1,
-        data=data,
-        tokenizer=tokenizer,
-        threads=threads,
-        steps=steps,
-        tokens=tokens,
-        batch_size=batch_size,
-        learning_rates=None if learning_rate is None else (learning_rate,),
-        evaluations=evaluations,
-        engine=place,
-    )
+    written: dict[str, Any] = {
+        "name": "headloom-compare",
+        "variants": tuple(variant.text for variant in variants),
+        "budgets": (EQUAL_PARAMETERS,),
+        "size": size,
+        "seeds": seeds,
+        "statistics": seeds > 1,
+        "data": data,
+        "text_column": text_column,
+        "tokenizer": tokenizer,
+        "threads": threads,
+        "steps": steps,
+        "tokens": tokens,
+        "batch_size": batch_size,
+        "learning_rates": None if learning_rate is None else (learning_rate,),
+        "evaluations": evaluations,
+        "engine": place,
+    }
+    try:
+        return Study(**written)
+    except HeadloomError as error:  # the study's keys are this function's arguments, but for this one
+        line = str(error).removeprefix("study: ").replace("learning_rates.0:", "learning_rate:")
+        raise HeadloomError(line) from None
 
 
 def compare_command(spec: StudySpec) -> str:
@@ -189,6 +204,7 @@ def compare_command(spec: StudySpec) -> str:
         "--learning-rate": f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate),
         "--evaluations": spec.evaluations,
         "--threads": spec.threads,
+        **({} if spec.text_column is None else {"--text-column": spec.text_column}),
     }
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     return shlex.join(["headloom", "compare", *words])
@@ -197,7 +213,7 @@ def compare_command(spec: StudySpec) -> str:
 def _notes(plan: Plan) -> list[str]:
     spec, costs = plan.spec, plan.costs()
     variants = (Variant(v.mechanism, v.options, v.label, v.defaulted) for v in spec.variants)
-    notes = [note for variant in variants for note in variant.notes]
+    notes = [*plan.data.notes, *(note for variant in variants for note in variant.notes)]
     notes += [
         f"{label} remembers {cost['cache_constant_bytes']:,} bytes a sequence, however long, besides what its tokens "
         "leave in the cache."

@@ -113,4 +113,4 @@ def test_real_steps_are_measured_interleaved(text_file, monkeypatch):
     runs = {label: plan.run(label, 0).model_copy(update={"accumulation_steps": 2}) for label in ("mha", "gqa")}
     found = step_times(runs, plan.data, plan.tokenizer, repeats=3)
     assert len(seen) == 2 * (2 + 3) and seen[0::2] == [seen[0]] * 5 and seen[1::2] == [seen[1]] * 5
-    assert found["mha"] == {"median": 1, "low": 1, "high": 1, "repeats": 3}
+    assert found["mha"] == {"median": 1, "low": 1, "high": 1, "repeats": 3, "samples": [1, 1, 1]}
