@@ -14,6 +14,7 @@ from headloom.core.files import read_json, write_json
 from headloom.lab.fairness import differences, flatten
 from headloom.lab.folder import slug, write_csv
 from headloom.lab.readings import at_time, time_sentence, told_apart
+from headloom.lab.remarks import remarks
 from headloom.lab.spec import StudySpec, VariantSpec
 from headloom.lab.statistics import Difference, correct, listed, paired_difference, sentence, spread, summary
 
@@ -177,7 +178,7 @@ def summarise(
         "headlines": [*headlines(spec, compared, timing), *([in_time] if in_time else [])],
         "time_summary": in_time or "",
         "summary": summary(compared, unit=UNIT, condition=condition(spec)),
-        "notes": [*notes, *_part_notes(spec, texts), *_failure_notes(runs)],
+        "notes": [*notes, *remarks(spec, folder, runs, timing, curves=texts["curve_text"], ends=texts["quality_text"])],
         "warnings": _warnings(variants),
         "pairs": [pair for group in _groups(spec) for pair in told_apart(group, quality, _steps(planned), timing)],
         "quality_text": next(iter(texts["quality_text"]), ""),
@@ -349,21 +350,3 @@ def _warnings(variants: Sequence[Mapping[str, Any]]) -> list[str]:
         verb, seeds = "is" if len(labels) == 1 else "are", "one seed" if n == 1 else f"{n} seeds"
         found.append(f"{listed(labels)} {verb} compared over {seeds}: three are usual.")
     return found
-
-
-def _part_notes(spec: StudySpec, texts: Mapping[str, Sequence[str]]) -> list[str]:
-    """What has to be known where evaluations along the way read less text than the one at the end."""
-    parts = sorted(set(texts["curve_text"]) - {""} - set(texts["quality_text"]))
-    if not parts:
-        return []
-    return [
-        f"Along the runs, and so at {spec.reference}'s time, bits per byte are those of a fixed part of the validation "
-        f"text ({spec.evaluation_bytes:,} bytes): to be compared with one another, not with those of the whole text."
-    ]
-
-
-def _failure_notes(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    failed = [run for run in runs if run["status"] == "failed"]
-    if not failed:
-        return []
-    return [f"{len(failed)} of {len(runs)} runs failed; a difference is taken over the seeds that finished in both."]
