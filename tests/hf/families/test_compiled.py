@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from transformers import StaticCache
 
 from headloom.hf import graft
