@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headloom.cli.common import (
+    DATA_KINDS,
     INTERRUPTED,
     RUN_FAILED,
     Json,
     Size,
+    TextColumn,
     console,
     ends_with_status,
     only_json_on_stdout,
@@ -41,13 +43,15 @@ def compare(
     size: Size = "tiny",
     steps: Annotated[int | None, typer.Option(help="Training steps of every run. Default: the size's.")] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.")] = 3,
-    data: Annotated[
-        str, typer.Option(help="stdlib (Python's own source), a file, a folder, or a Hugging Face data set.")
-    ] = "stdlib",
+    data: Annotated[str, typer.Option(help=f"stdlib (Python's own source), {DATA_KINDS}.")] = "stdlib",
+    text_column: TextColumn = None,
     tokenizer: Annotated[str, typer.Option(help="bytes, bpe:4096, or a folder with a saved tokenizer.")] = "bytes",
     tokens: Annotated[int | None, typer.Option(help="Context in tokens. Default: the size's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: the size's.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate. Default: the size's.")] = None,
+    evaluations: Annotated[
+        int, typer.Option(help="Validations along every run, for its curve, besides the one at the end; 0: none.")
+    ] = 10,
     threads: Annotated[int | None, typer.Option(help="Processor threads. Default: all this process may use.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the study. Default: headloom-compare, or the next free number.")
@@ -72,10 +76,12 @@ def compare(
                 steps=steps,
                 seeds=seeds,
                 data=data,
+                text_column=text_column,
                 tokenizer=tokenizer,
                 tokens=tokens,
                 batch_size=batch_size,
                 learning_rate=learning_rate,
+                evaluations=evaluations,
                 threads=threads,
                 out=out,
                 progress=Bar(),

@@ -37,7 +37,8 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
         dtype: of the weights, one of `DTYPES`; "auto" keeps the checkpoint's.
         causal: only a causal language model will do.
     Raises:
-        HeadloomError: nothing there, nothing that loads, or not a causal language model where one is asked for.
+        HeadloomError: nothing there, nothing that loads, or not a causal language model where one is asked for, its
+            head included.
     """
     if dtype not in DTYPES:
         raise HeadloomError(f"unknown dtype '{dtype}'.{near(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}")
@@ -49,7 +50,13 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
     auto_class = getattr(transformers, _auto_name(config, source, causal))
     wide = torch.float32 if file and dtype == "auto" else dtype
     with _saying(source), _quiet():
-        model = auto_class.from_pretrained(where, dtype=wide, **_given(file)).eval()
+        model, info = auto_class.from_pretrained(where, dtype=wide, output_loading_info=True, **_given(file))
+    if causal and info["missing_keys"]:  # of a folder with another head: these would be random numbers
+        lacking = ", ".join(sorted(info["missing_keys"])[:3])
+        raise HeadloomError(
+            f"'{source}' lacks the weights {lacking} of a causal language model: load one that has them"
+        )
+    model.eval()
     if file:  # the weights are plain tensors by now; the marks that say otherwise would stop training, and be saved
         model.hf_quantizer.remove_quantization_config(model)
     return Checkpoint(model, load_tokenizer(source))
@@ -103,7 +110,7 @@ def is_graft(source: str | Path) -> bool:
 def is_causal(config: Any) -> bool:
     """Whether a config is of a causal language model: by its family where we know it, else by its class's name."""
     if config.model_type in families():
-        return bool(family_named(config.model_type).common(config, 0)["causal"])
+        return family_named(config.model_type).causal(config)
     return not config.architectures or config.architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
 
 

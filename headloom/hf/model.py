@@ -182,10 +182,11 @@ class Graft:
 
     def _grouped_mm_can_dispatch(self) -> bool:
         """Asked before experts are multiplied in one grouped product (else one by one); its rows must be aligned."""
+        possible = super()._grouped_mm_can_dispatch()  # type: ignore[misc]  # raises where there are no experts
         widths = (self.config.hidden_size, self.config.intermediate_size)
         if any(width % GROUPED_ALIGNMENT for width in widths):
             raise ValueError(f"grouped experts need widths that are multiples of {GROUPED_ALIGNMENT}, not {widths}")
-        return super()._grouped_mm_can_dispatch()  # type: ignore[misc]
+        return possible
 
 
 def _loaded(parameter: nn.Parameter) -> bool:

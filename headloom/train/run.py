@@ -76,6 +76,12 @@ def resolve(run: R, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> R:
             f"run '{run.name}' was made for data {run.fingerprint[:12]}, but got {data.fingerprint[:12]}. "
             "Give the same text, tokenizer and validation size, or leave fingerprint out."
         )
+    part = data.leading.bytes if run.evaluations else run.evaluation_bytes
+    if run.evaluation_bytes not in (None, part):
+        raise HeadloomError(
+            f"run '{run.name}' has evaluation_bytes {run.evaluation_bytes}, but its data were prepared for evaluations "
+            f"along the way on {part} bytes. Leave evaluation_bytes out."
+        )
     if data.train.rows(run.tokens) < 1:
         raise HeadloomError(
             f"too little text: {len(data.train.ids)} training tokens do not fill one row of {run.tokens}. "
@@ -89,6 +95,7 @@ def resolve(run: R, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> R:
     filled = {
         "vocab_size": len(tokenizer),
         "fingerprint": data.fingerprint,
+        "evaluation_bytes": part,
         "device": device,
         "threads": run.threads or torch.get_num_threads(),
         "eval_batch_size": run.eval_batch_size or run.micro_batch_size,
@@ -160,8 +167,9 @@ def train(
             metrics,
             partial(evaluate, data.validation),
             on_progress if writes else None,
+            evaluate_part=None if data.leading is data.validation else partial(evaluate, data.leading),
             flops_per_token=flops_per_token,
-            before=[record for record in before if record["kind"] == "train"],
+            before=before,
         )
         caching = model.config.use_cache
         try:
@@ -259,6 +267,9 @@ def _result(
         validation_tokens=measured.tokens,
         validation_bytes=measured.bytes,
         validation_text=measured.text,
+        notes=data.notes,
+        curve=tuple(recorder.curve),
+        curve_text=recorder.curve_text,
         selection_bits_per_byte=selection_bits,
         weights=weights,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -24,7 +24,7 @@ engine: {name: inline, checkpoint_seconds: 0, workers: 1}
 
 # One process that imports, and forks a study for every life: a kill costs no imports.
 LIVES = """
-import json, os, pathlib, psutil, random, signal, sys, time
+import json, os, pathlib, random, signal, sys, tempfile, time
 import headloom as hl
 import headloom.lab.timing, headloom.train.run
 headloom.lab.timing.REPEATS = 1
@@ -61,16 +61,39 @@ rng = random.Random(6)
 died = [end(live(file, folder / "killed", int(lasts * rng.uniform(0.05, 0.4)))) == signal.SIGKILL for _ in range(10)]
 assert end(live(file, folder / "killed")) == 0
 
-pid = live(local, folder / "local")
+def command(out):
+    # over the local engine; the pipe ends when every process that was started has ended
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(writes, 2)
+        os.close(writes)
+        sys.argv[1:] = ["study", "run", str(local), "--out", str(out)]
+        from headloom.cli.app import main
+        main()
+    os.close(writes)
+    return pid, open(reads)
+
+def trains(metrics, lines):
+    while not (metrics.exists() and metrics.read_bytes().count(b"\\n") > lines):
+        time.sleep(0.1)
+
+tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
+os.mkdir(tempfile.tempdir)
 metrics = folder / "local" / "runs" / "mha-lr0.001-seed0" / "metrics.jsonl"
-while not (metrics.exists() and metrics.stat().st_size > 500):
-    time.sleep(0.1)
-workers = psutil.Process(pid).children(recursive=True)
+pid, said = command(folder / "local")
+trains(metrics, 5)
 os.kill(pid, signal.SIGKILL)
 died.append(end(pid) == signal.SIGKILL)
-_, alive = psutil.wait_procs(workers, timeout=900)
-lines = metrics.read_bytes().count(b"\\n")
-print(json.dumps({"died": died, "workers": len(workers), "alive": len(alive), "lines": lines}))
+last_words = [said.read()]
+before = metrics.read_bytes()
+pid, said = command(folder / "local")
+trains(metrics, before.count(b"\\n") + 5)
+os.kill(pid, signal.SIGTERM)
+status = os.waitstatus_to_exitcode(end(pid))
+last_words.append(said.read())
+print(json.dumps({"died": died, "lines": before.count(b"\\n"), "last words": last_words, "status": status,
+                  "left": os.listdir(tempfile.tempdir)}))
 """
 
 
@@ -111,7 +134,21 @@ def test_killed_ten_times_at_random_moments(lived):
 
 
 def test_a_killed_study_leaves_no_run_training(lived):
-    """The local engine's processes end with the study that started them."""
+    """The local engine's processes end with the study that started them, and silently: else its pipe would not end."""
     _, told = lived
-    assert told["died"][-1] and told["workers"] >= 2 and told["alive"] == 0
+    assert told["died"][-1]
     assert told["lines"] < 4000
+    assert "Error" not in told["last words"][0] and "Traceback" not in told["last words"][0]
+
+
+def test_sigterm_ends_the_workers_and_says_how_to_go_on(lived):
+    folder, told = lived
+    lines = told["last words"][1].splitlines()
+    assert told["status"] == 143
+    assert lines[-1].startswith("stopped: 0 of 4 runs are finished and kept; to go on: headloom study run")
+    assert sum("stopped" in line for line in lines) == 1 and "Traceback" not in told["last words"][1]
+    assert json.loads((folder / "local" / "results.json").read_text())["status"] == "partial"
+
+
+def test_no_temporary_file_is_left_behind(lived):
+    assert lived[1]["left"] == []

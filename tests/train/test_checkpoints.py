@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -50,9 +51,12 @@ def numbers(folder):
 def test_six_steps_are_two_and_two_and_two_case_32(data, tokenizer, make_config, tmp_path, cuts, accumulation):
     """Cut in steps 3 and 5: 2 + 2 + 2 steps. Weights, losses and norms are bit-equal, with attention dropout."""
     run = make_config(
-        specs=[("iha", {"pseudo_heads": 2, "dropout": 0.1})], accumulation_steps=accumulation, eval_every=2
+        specs=[("iha", {"pseudo_heads": 2, "dropout": 0.1})], accumulation_steps=accumulation, evaluations=2
     )
+    held = data.validation
+    data = dataclasses.replace(data, leading=dataclasses.replace(held, ids=held.ids[:201], bytes=200))
     whole = train(run, data, tokenizer, tmp_path / "whole", checkpoint_seconds=None)
+    assert [point.step for point in whole.curve] == [2, 4, 6]
     seen = []
     cutting = cut_at(*cuts)
 
@@ -66,6 +70,7 @@ def test_six_steps_are_two_and_two_and_two_case_32(data, tokenizer, make_config,
     assert pieced.weights == whole.weights
     assert (pieced.bits_per_byte, pieced.train_loss) == (whole.bits_per_byte, whole.train_loss)
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    assert [(p.step, p.bits_per_byte) for p in pieced.curve] == [(p.step, p.bits_per_byte) for p in whole.curve]
     assert pieced.score_paths["blocks"] >= whole.score_paths["blocks"] > 0
     assert not (tmp_path / "cut" / "checkpoints").exists()
 

@@ -36,7 +36,7 @@ learning_rate: 0.003
 warmup_steps: 2
 threads: 1
 device: cpu
-eval_every: 2
+evaluations: 2
 validation_bytes: 2000
 """
 

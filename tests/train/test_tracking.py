@@ -31,7 +31,7 @@ intermediate_size: 48
 tokens: 16
 batch_size: 8
 steps: 6
-eval_every: 3
+evaluations: 1
 learning_rate: 0.003
 threads: 1
 device: cpu

@@ -9,9 +9,10 @@ KINDS = ["sliding_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(("name", "layers"), [("qwen3", 1), ("gemma2", 0)], indirect=["name"])
-def test_windows_by_layer_settle_to_one_graph(base, batch, counting, layers):
+def test_windows_by_layer_settle_to_one_graph(name, base, batch, counting, layers):
     """A window of 5 fills while decoding; from then on every token is the same graph, and the tokens are as ever."""
-    model = base(num_hidden_layers=2, layer_types=KINDS)
+    switched = {"use_sliding_window": True} if name == "qwen3" else {}
+    model = base(num_hidden_layers=2, layer_types=KINDS, sliding_window=5, **switched)
     graft(model, "iha", layers=layers, pseudo_heads=2)
     x, mask = batch[0][:, -3:], torch.tensor([[0, 1, 1], [1, 1, 1]])
     settings = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
