@@ -114,4 +114,4 @@ def console() -> Console:
     from rich.console import Console
 
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=180)
+    return found if found.is_terminal else Console(highlight=False, width=195)
