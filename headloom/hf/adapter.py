@@ -22,8 +22,8 @@ from headloom.hf.share import weights_at_hand
 from headloom.ops.masks import Window, refuse
 
 PLACES_UNKNOWN = (
-    "the 4-D mask shows its queries different cached tokens (branches of a tree), and this layer rotates cached keys when "
-    "it reads them: a transformers cache holds no positions to do so. Choose options that remember rotated keys "
+    "the 4-D mask shows its queries different cached tokens (branches of a tree), and this layer rotates cached keys "
+    "when it reads them: a transformers cache holds no positions to do so. Choose options that remember rotated keys "
     "(cache='expanded', no rotary scaling that changes with length), or crop the cache to one branch"
 )
 
