@@ -29,6 +29,7 @@ from headloom.attention.arguments import as_mask, check_cache, check_input, chec
 from headloom.attention.bases import BASES, Base
 from headloom.attention.config import AttentionConfig
 from headloom.attention.folding import Linear, Plain
+from headloom.attention.pictures import Picture, names
 from headloom.core.errors import HeadloomError
 from headloom.ops import blocks
 from headloom.ops.cache import Cache, Seen
@@ -130,6 +131,14 @@ class Attention(nn.Module):
 
         Where o_proj reads more than the base gives, the base's weights stand in its first columns; spread them here.
         """
+
+    def pictures(self) -> tuple[Picture, ...]:
+        """The learned weights that a report shows, before and after training: every `Mix`, unless a mechanism knows
+        better names for its rows and columns, or has other weights to show."""
+        mixes = [(name, module.weight.shape) for name, module in self.named_modules() if isinstance(module, Mix)]
+        return tuple(
+            Picture(f"{name}.weight", names(shape[0]), names(*shape[1:]), "to", "from") for name, shape in mixes
+        )
 
     def cache_slots(self) -> dict[str, tuple[int, int]]:
         """Slots of one token: name -> (heads, width)."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stdout
 from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-RUN_FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
+RUN_FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout and nothing else there.")]
 DATA_KINDS = (
@@ -36,16 +38,24 @@ Size = Annotated[str, typer.Option("--size", help="tiny, small, 125M, 350M, 1.3B
 
 
 def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
-    """A user's fault ends a command with one line on stderr and the status that belongs to it, never a traceback."""
+    """A user's fault ends a command with one line on stderr and the status that belongs to it, never a traceback.
+
+    SIGTERM ends it as Ctrl-C does, with a status of its own.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except HeadloomError as error:
-            line = _in_options(" ".join(str(error).split()), command)
-            typer.echo(f"error: {line}", err=True)
-            raise typer.Exit(RUN_FAILED if isinstance(error, RunError) else WRONG_CALL) from None
+        with _sigterm_interrupts() as terminated:
+            try:
+                return command(*args, **kwargs)
+            except HeadloomError as error:
+                line = _in_options(" ".join(str(error).split()), command)
+                typer.echo(f"error: {line}", err=True)
+                raise typer.Exit(RUN_FAILED if isinstance(error, RunError) else WRONG_CALL) from None
+            except (KeyboardInterrupt, typer.Exit):
+                if terminated.is_set():
+                    raise typer.Exit(TERMINATED) from None
+                raise
 
     return wrapped
 
@@ -62,6 +72,26 @@ def _in_options(line: str, command: Callable[..., Any]) -> str:
                 line = re.sub(rf"\b{name}=True\b", spelled, line)
                 line = re.sub(rf"^{name}: ", f"{spelled}: ", line)
     return line
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[threading.Event]:
+    """Inside, SIGTERM raises KeyboardInterrupt, and sets the event; unless whoever called decided what it does."""
+    terminated = threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        terminated.set()
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield terminated
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -84,4 +114,4 @@ def console() -> Console:
     from rich.console import Console
 
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=180)
+    return found if found.is_terminal else Console(highlight=False, width=195)

@@ -27,7 +27,7 @@ from headloom.train import checkpoints, records, sharding, tracking
 from headloom.train.config import Recipe, RunConfig
 from headloom.train.records import Metrics, RunResult
 from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
-from headloom.train.weights import checksum, mixing_weights, save_mixes
+from headloom.train.weights import checksum, mixing_weights, pictures, save_mixes, save_pictures, values
 
 R = TypeVar("R", bound=Recipe)
 
@@ -145,6 +145,8 @@ def train(
     writes = writes_records()
     with locked(folder) if writes else nullcontext(), isolated(run):
         model = make_model(run, tokenizer)
+        shown = pictures(model)
+        before_training = values(model, shown)  # of a run that goes on too: its checkpoint is read later
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
         if writes:
             _open(folder, run)
@@ -205,6 +207,7 @@ def train(
             if save_model:
                 whole = trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
                 _save(whole, weights, tokenizer, folder / "model")
+            save_pictures(folder / records.PICTURES, shown, before_training, weights)
             save_mixes(folder / records.MIXES, mixing_weights(model), weights)
             write_json(folder / records.RESULT, result.to_dict())
             checkpoints.remove_all(folder)
