@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headloom.lab.study import Study
     from headloom.ops.bit import pack_bits
     from headloom.ops.cache import Cache
-    from headloom.ops.masks import Causal, Dense, Documents, Padding, Window
+    from headloom.ops.masks import Causal, Dense, Documents, Exactly, Padding, Window
 
 _PLACES = {
     **dict.fromkeys(("Attention", "Maps", "foldable", "maps", "make_config"), ("headloom.attention", None)),
@@ -42,7 +42,7 @@ _PLACES = {
     "Study": ("headloom.lab.study", None),
     "pack_bits": ("headloom.ops.bit", None),
     "Cache": ("headloom.ops.cache", None),
-    **dict.fromkeys(("Causal", "Dense", "Documents", "Padding", "Window"), ("headloom.ops.masks", None)),
+    **dict.fromkeys(("Causal", "Dense", "Documents", "Exactly", "Padding", "Window"), ("headloom.ops.masks", None)),
 }
 
 __all__ = ["attention", *_PLACES, "__version__"]  # noqa: PLE0604

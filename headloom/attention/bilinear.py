@@ -19,7 +19,7 @@ Parameters 2 H D^2. FLOPs O(T^2), the scores of H heads of width D. Cache per to
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -30,16 +30,13 @@ from headloom.attention.contract import Attention
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BilinearConfig(AttentionConfig):
-    """As `AttentionConfig`, and:
-
-    Args:
-        channels: H, the matrices W_c and U_c (None: num_heads, which has no other meaning).
+    """As `AttentionConfig`, and what follows.
 
     There is one key and value head, the token itself: head_dim and value_dim are hidden_size, num_kv_heads is 1, and
     rope_theta, qk_norm and qkv_bias cannot be set.
     """
 
-    channels: int | None = None
+    channels: Annotated[int | None, "H: the number of matrices W_c and U_c. None: num_heads, its only meaning"] = None
     rope_theta: float | None = None
     base: str = "bilinear"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from headloom.attention.folding import Folding
 from headloom.core.config import Config
@@ -29,57 +29,54 @@ def need(condition: bool, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig(Config):
-    """Sizes and options common to all mechanisms; None fields are filled in when built.
+    """Sizes and options common to all mechanisms. What each means stands beside it; `headloom list NAME` prints that,
+    with its values and costs. Fields that are None are filled in when built, where that is said.
 
-    Args:
-        hidden_size: D. num_heads: H. num_kv_heads: G, must divide H (None: H).
-        head_dim: K, free (None: D / H). value_dim: V, width of a value head (None: K).
-        causal: key index <= query index. window: W in real tokens, oneself included, or None.
-        dropout: on attention weights, in training.
-        qkv_bias, out_bias: biases of the projections.
-        qk_norm: RMSNorm of queries and keys before rotation and mixing, per "head" or over the full "width".
-        rope_theta: base of the rotary frequencies, None = no rotary. rotary_dim: rotated features (None: K).
-        rope_scaling: Hugging Face's mapping, {"rope_type": "yarn", ...}.
-        softcap: scores become softcap tanh(scores / softcap).
-        projection: "linear", "bit" for ternary BitLinear projections, or "packed" for these as `hl.pack_bits` leaves
-            them, for inference.
-        base: how queries, keys and values come from x, and what a cache remembers. Options of one base alone:
-            mla: latent_dim C (None: 4 K, at most D), rotary_dim K_r (None: K / 2, made even), plain_dim K_n (None: K),
-                q_rank, the width of the queries' own latent (None: there is none).
-            tpa: q_rank R_q (None: 6), k_rank R_k and v_rank R_v (None: 2), at most min(H, K), which bounds the
-                defaults too; kv_only, ordinary queries instead of factors.
-        score: "softmax"; "identity" (scores as they are) and "hard" (equal weight on a row's maxima) serve the theory.
-        scale: of the scores (None: 1 / sqrt(width of the query actually scored)).
     Raises:
         HeadloomError: a value of the wrong type, a size that does not divide, an unknown name.
     """
 
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-    causal: bool = True
-    window: int | None = None
-    dropout: float = 0.0
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: Literal["head", "width"] | None = None
-    norm_eps: float = 1e-6
-    rope_theta: float | None = 10000.0
-    rotary_dim: int | None = None
-    rope_scaling: dict | None = None
-    softcap: float | None = None
-    projection: Literal["linear", "bit", "packed"] = "linear"
-    base: str = "gqa"
-    score: Literal["softmax", "identity", "hard"] = "softmax"
-    scale: float | None = None
-    q_rank: int | None = None
-    latent_dim: int | None = None
-    plain_dim: int | None = None
-    k_rank: int | None = None
-    v_rank: int | None = None
-    kv_only: bool | None = None
+    hidden_size: Annotated[int, "D: the width of the model"]
+    num_heads: Annotated[int, "H: the number of heads"]
+    num_kv_heads: Annotated[int | None, "G: key/value heads, a divisor of H. None: the mechanism's usual number"] = None
+    head_dim: Annotated[int | None, "K: the width of a head's query and key. None: D / H"] = None
+    value_dim: Annotated[int | None, "V: the width of a value head. None: K"] = None
+    causal: Annotated[bool, "a token sees only itself and earlier tokens; false: all tokens, as in an encoder"] = True
+    window: Annotated[int | None, "W: a token sees so many tokens, itself included. None: all"] = None
+    dropout: Annotated[float, "the share of attention weights set to 0 in training"] = 0.0
+    qkv_bias: Annotated[bool, "whether the query, key and value projections have biases"] = False
+    out_bias: Annotated[bool, "whether the output projection has a bias"] = False
+    qk_norm: Annotated[
+        Literal["head", "width"] | None,
+        "RMSNorm of queries and keys before rotation: of each head, or over all heads together. None: no norm",
+    ] = None
+    norm_eps: Annotated[float, "the small number added inside the norms"] = 1e-6
+    rope_theta: Annotated[float | None, "the base of the rotary frequencies. None: no rotary embedding"] = 10000.0
+    rotary_dim: Annotated[int | None, "how many features of a head rotate, even. None: K; base mla: K / 2, even"] = None
+    rope_scaling: Annotated[
+        dict | None, "the rotary scaling, as in Hugging Face: {rope_type: linear, factor: 2}. None: none"
+    ] = None
+    softcap: Annotated[float | None, "scores become softcap tanh(scores / softcap). None: they stay"] = None
+    projection: Annotated[
+        Literal["linear", "bit", "packed"],
+        "ordinary weights; ternary ones (BitLinear); or these as `hl.pack_bits` leaves them, for inference only",
+    ] = "linear"
+    base: Annotated[str, "how queries, keys and values are made from a token, and what a cache keeps of it"] = "gqa"
+    score: Annotated[
+        Literal["softmax", "identity", "hard"],
+        "what makes weights of scores; identity (none) and hard (equal weight on the largest) are for the theory",
+    ] = "softmax"
+    scale: Annotated[float | None, "what scores are multiplied by. None: 1 / sqrt(width of a query)"] = None
+    q_rank: Annotated[
+        int | None, "base mla: the width of the queries' own latent (None: none); tpa: R_q, their factors (None: 6)"
+    ] = None
+    latent_dim: Annotated[
+        int | None, "C: base mla: the width of the latent, at most D (None: 4 K); mfa: of each head (None: 2 K)"
+    ] = None
+    plain_dim: Annotated[int | None, "base mla: K_n, features of a head that do not rotate. None: K"] = None
+    k_rank: Annotated[int | None, "base tpa: R_k, factors of the keys, at most min(H, K). None: 2"] = None
+    v_rank: Annotated[int | None, "base tpa: R_v, factors of the values, at most min(H, V). None: 2"] = None
+    kv_only: Annotated[bool | None, "base tpa: queries are ordinary, not made of factors. None: false"] = None
 
     bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa")
     default_kv_heads: ClassVar[str] = "num_heads"

@@ -25,13 +25,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from headloom.attention.arguments import as_mask, check_cache, check_input, check_rows, check_token_data
 from headloom.attention.bases import BASES, Base
 from headloom.attention.config import AttentionConfig
 from headloom.attention.folding import Linear, Plain
+from headloom.attention.pictures import Picture, names
 from headloom.core.errors import HeadloomError
 from headloom.ops import blocks
 from headloom.ops.cache import Cache, Seen
-from headloom.ops.masks import Mask, Visibility, expand_pseudo, sort_rules
+from headloom.ops.masks import Mask, Visibility, expand_pseudo, given_once, sort_rules
 from headloom.ops.mixing import Mix
 from headloom.ops.rotary import Rotary, rotate
 from headloom.ops.scores import attend
@@ -52,6 +54,10 @@ class Maps:
 
     patterns: Tensor
     effective: Tensor | None
+
+    def __repr__(self) -> str:
+        effective = None if self.effective is None else tuple(self.effective.shape)
+        return f"Maps(patterns {tuple(self.patterns.shape)}, effective {effective})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,6 +132,14 @@ class Attention(nn.Module):
         Where o_proj reads more than the base gives, the base's weights stand in its first columns; spread them here.
         """
 
+    def pictures(self) -> tuple[Picture, ...]:
+        """The learned weights that a report shows, before and after training: every `Mix`, unless a mechanism knows
+        better names for its rows and columns, or has other weights to show."""
+        mixes = [(name, module.weight.shape) for name, module in self.named_modules() if isinstance(module, Mix)]
+        return tuple(
+            Picture(f"{name}.weight", names(shape[0]), names(*shape[1:]), "to", "from") for name, shape in mixes
+        )
+
     def cache_slots(self) -> dict[str, tuple[int, int]]:
         """Slots of one token: name -> (heads, width)."""
         return self.base.slots(self.config)
@@ -189,7 +203,7 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         *,
-        mask: Mask | None = None,
+        mask: Mask | Tensor | None = None,
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
@@ -199,10 +213,12 @@ class Attention(nn.Module):
         """Attend: (B, T, D) -> (B, T, D).
 
         Args:
-            mask: a predicate (`Causal`, `Window`, `Documents`, `Padding`, `Dense`, joined by `&`); it is joined with
-                the config's own causality and window and never loosens them.
+            mask: a predicate (`Causal`, `Window`, `Documents`, `Padding`, `Dense`, joined by `&`), or a boolean tensor
+                (T, S), (B, T, S) or (B, 1, T, S), True = visible, which stands for its `Dense`; it is joined with
+                the config's own causality and window and never loosens them. `Exactly(mask)` takes their place: what
+                it shows is seen, and nothing else is inferred.
             positions: ints (T,) or (B, T); they only rotate. Where they restart they open a new document, unless
-                document ids are given. Default: the places after the cached tokens.
+                document ids or an `Exactly` are given. Default: the places after the cached tokens.
             padding: bool, True = real, (B, T) or, over the cached tokens too, (B, S). Padding sees nothing (output
                 o_proj(0)) and is not seen.
             documents: ints (T,), (B, T) or (B, S); tokens see their own document only.
@@ -214,7 +230,7 @@ class Attention(nn.Module):
     def _prepare(
         self,
         x_BTD: Tensor,
-        mask: Mask | None = None,
+        mask: Mask | Tensor | None = None,
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
@@ -222,24 +238,30 @@ class Attention(nn.Module):
         update_cache: bool = True,
     ) -> _Call:
         c = self.config
-        if x_BTD.dim() != 3 or x_BTD.shape[-1] != c.hidden_size:
-            raise HeadloomError(f"the input must have shape (B, T, {c.hidden_size}), not {tuple(x_BTD.shape)}")
+        check_input(x_BTD, c.hidden_size, getattr(self, "o_proj", None))
         B, T, _ = x_BTD.shape
+        check_cache(cache, self.layer_index, B)
+        mask = as_mask(mask)
+        check_rows(mask, B)
         rules = sort_rules(mask, causal=c.causal, window=c.window)
-        padding = rules.padding if padding is None else padding
-        documents = rules.documents if documents is None else documents
+        padding = given_once("padding", padding, rules.padding)
+        documents = given_once("documents", documents, rules.documents)
+        check_token_data(x_BTD, positions=positions, padding=padding, documents=documents)
+        alone = rules.exact and padding is None and documents is None
         past = 0 if cache is None else cache.length(self.layer_index)
         held = None if cache is None else cache.held(self.layer_index)
         positions, documents = place(
-            B, T, x_BTD.device, past=past, held=held, positions=positions, padding=padding, documents=documents
-        )
+            B, T, x_BTD.device, past=past, held=held, positions=positions, padding=padding, documents=documents,
+            exact=rules.exact,
+        )  # fmt: skip
         q, slots = self.project(x_BTD)
         S = past + T
 
         def visible(seen: Seen) -> Visibility:
             if seen.tokens is None:
-                return Visibility.of(rules, T, S, cover(seen.documents_BS, padding, B, S), x_BTD.device)
-            if rules.window is not None or rules.pairs:
+                told = None if alone else cover(seen.documents_BS, padding, B, S)
+                return Visibility.of(rules, T, S, told, x_BTD.device)
+            if rules.window is not None or rules.pairs or rules.exact:
                 raise HeadloomError(
                     f"{self.name} remembers a state of constant size: a window or a mask over pairs cannot reach the "
                     "tokens in it. Give the whole sequence without a cache"

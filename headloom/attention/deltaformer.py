@@ -33,7 +33,7 @@ from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention, Maps
 from headloom.ops import delta
 from headloom.ops.cache import Cache, Seen
-from headloom.ops.masks import Visibility
+from headloom.ops.masks import Visibility, refuse
 from headloom.ops.rotary import LENGTH_DEPENDENT
 
 
@@ -84,7 +84,7 @@ class DeltaFormer(Attention):
         k, v, beta = new.slots["k"], new.slots["v"], new.slots["beta"]
         new = dataclasses.replace(new, slots={"k": k, "u": v})
         seen = super().remember(new, cache, False, visible)
-        u = self._solve(seen.slots["k"], seen.slots["u"], beta, visible(seen))
+        u = self._solve(seen.slots["k"], seen.slots["u"], beta, _looking_back(visible(seen), k.device))
         if cache is None or update:
             return super().remember(dataclasses.replace(new, slots={"k": k, "u": u}), cache, update, visible)
         past = seen.slots["u"][:, :, : seen.slots["u"].shape[2] - u.shape[2]]
@@ -107,6 +107,17 @@ class DeltaFormer(Attention):
         B, G, S, _ = ready.k.shape
         units = torch.eye(S, dtype=found.patterns.dtype, device=x_BTD.device).expand(B, G, S, S)
         k, beta = ready.k.to(units.dtype), self._beta(x_BTD).to(units.dtype)
-        u = torch.cat((units[:, :, : ready.visibility.past], self._solve(k, units, beta, ready.visibility)), 2)
+        solved = self._solve(k, units, beta, _looking_back(ready.visibility, k.device))
+        u = torch.cat((units[:, :, : ready.visibility.past], solved), 2)
         assert found.effective is not None
         return Maps(found.patterns, found.effective @ u.unsqueeze(1))
+
+
+def _looking_back(visibility: Visibility, device: torch.device) -> Visibility:
+    """The same visibility, stated causally. Raises HeadloomError if it shows a query a later token."""
+    refuse(
+        visibility.looks_ahead(device),
+        "deltaformer cannot serve a mask in which a token sees a later one: a value is corrected by the tokens before "
+        "it only. Give a mask without later tokens, or use mha or gqa",
+    )
+    return dataclasses.replace(visibility, causal=True)

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from torch import Tensor
 from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention
 from headloom.attention.folding import Folding, Linear, Plain, mix_inputs, mix_outputs
+from headloom.attention.pictures import Picture, names
 from headloom.ops import absorbed
 from headloom.ops.cache import Seen
 from headloom.ops.masks import Visibility
@@ -53,25 +54,38 @@ FEW = 8  # pseudo-queries that meet a base cache as it is: P times the products 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IHAConfig(AttentionConfig):
-    """As `AttentionConfig`, and:
+    """As `AttentionConfig`, and what follows."""
 
-    Args:
-        pseudo_heads: P (None: H, as the paper; the attention core then costs H^2 times mha's).
-        interaction: "interleaved", or "paired" (one to one).
-        order: "virtual" or "token" (above, 4). phase: "virtual" or "token" (3; None: virtual, or token when paired).
-        collapse: "full", "head" or "mean" (5; None: full, or mean when paired).
-        init: "identity", "carrier" or "normal". init_std: of the perturbations that tell pseudo-heads apart.
-        cache: "base" remembers the base's keys and values, "expanded" the mixed ones.
-    """
-
-    pseudo_heads: int | None = None
-    interaction: Literal["interleaved", "paired"] = "interleaved"
-    order: Literal["virtual", "token"] = "virtual"
-    phase: Literal["virtual", "token"] | None = None
-    collapse: Literal["full", "head", "mean"] | None = None
-    init: Literal["identity", "carrier", "normal"] = "identity"
-    init_std: float = 0.3
-    cache: Literal["base", "expanded"] = "base"
+    pseudo_heads: Annotated[
+        int | None, "P: pseudo-heads of each head. None: H, as the paper; scores then cost H^2 times those of mha"
+    ] = None
+    interaction: Annotated[
+        Literal["interleaved", "paired"],
+        "every pseudo-query meets all pseudo-keys of a token, or only the one of its own number",
+    ] = "interleaved"
+    order: Annotated[
+        Literal["virtual", "token"],
+        "what is causal: the interleaved sequence of pseudo-tokens, or whole tokens, which see all their own",
+    ] = "virtual"
+    phase: Annotated[
+        Literal["virtual", "token"] | None,
+        "where a pseudo-token stands for the rotary embedding: at a place of its own, or at its token's. "
+        "None: virtual; token when paired",
+    ] = None
+    collapse: Annotated[
+        Literal["full", "head", "mean"] | None,
+        "how pseudo-heads become heads again: a mix over all heads, over a head's own, or their mean. "
+        "None: full; mean when paired",
+    ] = None
+    init: Annotated[
+        Literal["identity", "carrier", "normal"],
+        "how the mixes start: as plain heads that are told apart by small numbers; so that a graft changes nothing in "
+        "any order; or all random, as published for paired",
+    ] = "identity"
+    init_std: Annotated[float, "the size of the random numbers that tell pseudo-heads apart at the start"] = 0.3
+    cache: Annotated[
+        Literal["base", "expanded"], "what a cache keeps: the keys and values before mixing (smaller), or mixed"
+    ] = "base"
 
     bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa", "mla", "tpa")
 
@@ -185,6 +199,19 @@ class IHA(Attention):
             std = c.init_std if c.collapse == "full" else max(c.init_std, 1 / P)
             _zero_sum(self.out_mix.weight, std, axis=-1)
             self.out_mix.weight.add_((heads[..., None] if c.collapse == "full" else 1) / P)
+
+    def pictures(self) -> tuple[Picture, ...]:
+        """The mixes by head and pseudo-head."""
+        c = self.config
+        H, G, P = c.num_heads, c.num_kv_heads, c.pseudo_heads
+        pseudo, to = names(H, P), "to head.pseudo-head"
+        mixes = (("q_mix", "from head", H), ("k_mix", "from key head", G), ("v_mix", "from value head", G))
+        found = [Picture(f"{name}.weight", pseudo, names(heads), to, across) for name, across, heads in mixes]
+        if c.collapse == "full":
+            found.append(Picture("out_mix.weight", names(H), pseudo, "to head", "from head.pseudo-head"))
+        elif c.collapse == "head":
+            found.append(Picture("out_mix.weight", names(H), names(P), "to head", "from its pseudo-head"))
+        return tuple(found)
 
     def cache_slots(self) -> dict[str, tuple[int, int]]:
         c = self.config

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +42,12 @@ EPSILON = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig(AttentionConfig):
-    """As `AttentionConfig`, and:
-
-    Args:
-        chunk_size: tokens of a chunk; it changes time and memory, not the result.
+    """As `AttentionConfig`, and what follows.
 
     rope_theta, window, softcap, scale, dropout and score have only the values that mean nothing.
     """
 
-    chunk_size: int = 64
+    chunk_size: Annotated[int, "tokens computed together; it changes time and memory, not the result"] = 64
     rope_theta: float | None = None
 
     without: ClassVar[tuple[str, ...]] = ("rope_theta", "rotary_dim", "rope_scaling")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -31,14 +31,12 @@ from headloom.attention.folding import Folding, Linear, Plain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MFAConfig(AttentionConfig):
-    """As `AttentionConfig`, and:
-
-    Args:
-        latent_dim: C, the width of every query head, of the key and of the value (None: 2 head_dim; head_dim has no
-            other meaning). num_kv_heads is 1, value_dim is C.
-    """
+    """As `AttentionConfig`. num_kv_heads is 1, value_dim is latent_dim."""
 
     base: str = "mfa"
+    latent_dim: Annotated[
+        int | None, "C: the width of every query head, of the key and of the value. None: 2 head_dim, its only meaning"
+    ] = None
 
     bases: ClassVar[tuple[str, ...]] = ("mfa",)
     without: ClassVar[tuple[str, ...]] = ("num_kv_heads", "value_dim", "rotary_dim")

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,13 @@ from headloom.ops.masks import Visibility
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLAConfig(AttentionConfig):
-    """As `AttentionConfig` with its options of base mla, and:
-
-    Args:
-        absorb: score against the latents when that is cheaper ("auto"), "always" or "never".
-    """
+    """As `AttentionConfig` with its options of base mla, and what follows."""
 
     base: str = "mla"
-    absorb: Literal["auto", "always", "never"] = "auto"
+    absorb: Annotated[
+        Literal["auto", "always", "never"],
+        "whether queries meet the latents themselves: where cheaper, always or never",
+    ] = "auto"
 
     bases: ClassVar[tuple[str, ...]] = ("mla",)
 

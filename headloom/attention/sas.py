@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -36,30 +36,34 @@ from torch import Tensor, nn
 
 from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention
+from headloom.attention.pictures import Picture, names
 from headloom.ops.cache import Seen
 from headloom.ops.mixing import mix_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SASConfig(AttentionConfig):
-    """As `AttentionConfig`, and:
+    """As `AttentionConfig`, and what follows."""
 
-    Args:
-        simulated_heads: E, a multiple of H (None: 3 H). simulated_width: J >= K, even (None: 2 ceil(1.25 K / 2)).
-        kernel_size: of the head convolutions, odd.
-        order: "head_first" or "feature_first". aggregate: "mean", "nonlinear" or "full" (above, 4).
-        init: "default" or "identity". init_std: of the perturbation that tells v's copies apart.
-        cache: "expanded" remembers simulated keys and values, "base" the base's.
-    """
-
-    simulated_heads: int | None = None
-    simulated_width: int | None = None
-    kernel_size: int = 5
-    order: Literal["head_first", "feature_first"] = "head_first"
-    aggregate: Literal["mean", "nonlinear", "full"] = "mean"
-    init: Literal["default", "identity"] = "default"
-    init_std: float = 0.3
-    cache: Literal["expanded", "base"] = "expanded"
+    simulated_heads: Annotated[int | None, "E: simulated heads, a multiple of H. None: 3 H"] = None
+    simulated_width: Annotated[
+        int | None, "J: the width of a simulated query and key, even, at least K. None: 1.25 K, made even"
+    ] = None
+    kernel_size: Annotated[int, "the width of the convolutions that make heads, odd; 1: a linear map over heads"] = 5
+    order: Annotated[
+        Literal["head_first", "feature_first"], "what is made first: more heads, as the paper, or wider features"
+    ] = "head_first"
+    aggregate: Annotated[
+        Literal["mean", "nonlinear", "full"],
+        "how simulated heads become H heads: their mean, an MLP over heads, or an output projection that reads all",
+    ] = "mean"
+    init: Annotated[
+        Literal["default", "identity"], "PyTorch's own start, or one that computes what the plain heads would"
+    ] = "default"
+    init_std: Annotated[float, "init identity: the size of the random numbers that tell the values' copies apart"] = 0.3
+    cache: Annotated[
+        Literal["expanded", "base"], "what a cache keeps: simulated keys and values, or the base's (smaller, slower)"
+    ] = "expanded"
 
     bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa", "mla", "tpa")
 
@@ -161,6 +165,19 @@ class SAS(Attention):
         if c.aggregate == "full" and E > H:  # every copy reads the same W_O, scaled to their mean
             blocks = self.o_proj.weight.view(c.hidden_size, E // H, -1)
             blocks.copy_(blocks[:, :1].clone().expand_as(blocks) / (E // H))
+
+    def pictures(self) -> tuple[Picture, ...]:
+        """The first maps over heads, by head (and tap of the convolution), and the first ones over features."""
+        c = self.config
+        E, K, J, taps = c.simulated_heads, c.query_dim, c.simulated_width, c.kernel_size
+        found = []
+        for letter, heads in (("q", c.num_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads)):
+            columns = names(heads) if taps == 1 else names(heads, taps)
+            across = "from head" if taps == 1 else "from head.tap"
+            found.append(Picture(f"head_{letter}.0.weight", names(E), columns, "to simulated head", across))
+        for letter in "qk":
+            found.append(Picture(f"feature_{letter}.0.weight", names(J), names(K), "to feature", "from feature"))
+        return tuple(found)
 
     def cache_slots(self) -> dict[str, tuple[int, int]]:
         c = self.config

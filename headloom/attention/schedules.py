@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from headloom.attention.config import need
 from headloom.core.config import Config, check_names, fields_of, unknown_option
@@ -43,18 +43,15 @@ class Schedule(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HybridConfig(Config):
-    """Options of the hybrid.
+    """Options of the hybrid."""
 
-    Args:
-        pseudo_heads: P of the local layers.
-        window: W of the local layers in real tokens (None: N / (2 P^2), rounded down).
-        local: local layers before each global one (None: the paper's four; one less than the layers in a model of fewer
-            than five).
-    """
-
-    pseudo_heads: int = 2
-    window: int | None = None
-    local: int | None = None
+    pseudo_heads: Annotated[int, "P: pseudo-heads of each head in the local layers"] = 2
+    window: Annotated[
+        int | None, "W: tokens that a local layer sees. None: N / (2 P^2) in a context of N, rounded down"
+    ] = None
+    local: Annotated[
+        int | None, "local layers before each global one. None: four, as the paper; in a shallow model all but one"
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,6 +106,22 @@ def option_classes(name: str) -> tuple[Any, ...]:
     return (found.config_cls, *(known[part].config_cls for part in found.mechanisms))
 
 
+def as_spec(given: Any) -> Spec:
+    """A mechanism's name or (name, options), as the latter."""
+    if isinstance(given, str):
+        return given, {}
+    pair = tuple(given) if isinstance(given, Sequence) else ()
+    if len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Mapping):
+        return pair[0], dict(pair[1])
+    raise HeadloomError(f"a layer's attention must be a mechanism's name or (name, options), not {given!r}")
+
+
+def whole(name: str, value: Any) -> None:
+    """Refuse what is not a whole number of at least 1."""
+    need(type(value) is int, f"{name} must be a whole number, not {value!r}")
+    need(value >= 1, f"{name} must be at least 1, not {value}")
+
+
 def pattern_of(name: str, options: Mapping[str, Any], *, num_layers: int, tokens: int | None = None) -> list[Spec]:
     """One period of `name`: a mechanism's is itself."""
     classes = option_classes(name)
@@ -130,7 +143,7 @@ def pattern_of(name: str, options: Mapping[str, Any], *, num_layers: int, tokens
 
 def over_depth(pattern: Sequence[Spec], num_layers: int) -> list[Spec]:
     """The pattern repeated over `num_layers` and cut off at the last. A model shallower than one period is refused."""
-    need(num_layers >= 1, f"num_layers must be at least 1, not {num_layers}")
+    whole("num_layers", num_layers)
     if len(pattern) > num_layers:
         raise HeadloomError(
             f"a pattern of {len(pattern)} layers does not fit a model of {num_layers}: give a deeper model, or a "
@@ -165,7 +178,12 @@ def schedule(
     >>> schedule("hybrid", num_layers=26, tokens=8192, pseudo_heads=4)[:5:4]
     [('iha', {'pseudo_heads': 4, 'window': 256}), ('mha', {})]
     """
+    whole("num_layers", num_layers)
+    if tokens is not None:
+        whole("tokens", tokens)
     one: Any = (what, {}) if isinstance(what, str) else what
+    if not isinstance(one, Sequence):
+        raise HeadloomError(f"give a schedule's name, or a list of mechanisms' names or (name, options), not {one!r}")
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], Mapping):
         pattern = pattern_of(one[0], {**one[1], **options}, num_layers=num_layers, tokens=tokens)
     else:
@@ -173,11 +191,13 @@ def schedule(
             raise HeadloomError("an empty pattern: give at least one mechanism")
         pattern = []
         for item in one:
-            name, own = (item, {}) if isinstance(item, str) else item
+            name, own = as_spec(item)
             if name in _SCHEDULES:
                 raise HeadloomError(f"'{name}' is a schedule of many layers: it cannot be one place of a pattern")
             pattern.append((name, {**options, **own}))
     if windows is not None:
+        if not isinstance(windows, Sequence):
+            raise HeadloomError(f"windows must be a list, one for each place of the pattern, not {windows!r}")
         if len(windows) != len(pattern):
             raise HeadloomError(
                 f"{len(windows)} windows came for a pattern of {len(pattern)} layers: give one for each"

@@ -23,7 +23,7 @@ of window W1. Cache per token: k1, k2, v1, v2 (before 1/K and 1 are added), 2 G 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,13 @@ from headloom.ops.masks import Visibility
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimplicialConfig(AttentionConfig):
-    """As `AttentionConfig`, without rotary, and:
-
-    Args:
-        first_window: W1, real tokens in which the first key may stand, or None for all.
-        second_window: W2, those of the second key, at most W1; the cost grows with it.
-    """
+    """As `AttentionConfig`, without rotary, and what follows."""
 
     rope_theta: float | None = None
-    first_window: int | None = 512
-    second_window: int = 32
+    first_window: Annotated[int | None, "W1: the last tokens in which the first key may stand. None: all"] = 512
+    second_window: Annotated[int, "W2: those in which the second key may stand, at most W1; the cost grows with it"] = (
+        32
+    )
 
     without: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling", "rotary_dim")
 

@@ -24,7 +24,7 @@ expand blocks of 1024 keys and merge them by their log-sum-exp (`headloom.ops.fa
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,12 @@ from headloom.ops.masks import Visibility
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TPAConfig(AttentionConfig):
-    """As `AttentionConfig` with its options of base tpa, and:
-
-    Args:
-        init: "default" or "paper" (above).
-    """
+    """As `AttentionConfig` with its options of base tpa, and what follows."""
 
     base: str = "tpa"
-    init: Literal["default", "paper"] = "default"
+    init: Annotated[Literal["default", "paper"], "PyTorch's own start, or the paper's, whose output is 0 at first"] = (
+        "default"
+    )
 
     bases: ClassVar[tuple[str, ...]] = ("tpa",)
 

@@ -7,7 +7,7 @@ size from the module built on the meta device, and whether a graft keeps the fun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,10 +178,10 @@ def markdown(reference: str, options: Options | None = None) -> str:
         "",
         "Made by `headloom list --markdown`; do not edit.",
         "",
-        _line(head),
-        _line(["---"] * 3 + ["---:"] * 3 + [":---:"]),
+        table_line(head),
+        table_line(["---"] * 3 + ["---:"] * 3 + [":---:"]),
         *(
-            _line(
+            table_line(
                 [
                     f"`{row.name}`",
                     f"**{row.title}**: {row.summary}",
@@ -198,16 +198,16 @@ def markdown(reference: str, options: Options | None = None) -> str:
         *(line for note in notes for line in (note, "")),
         "## Letters",
         "",
-        _line(["letter", "option"]),
-        _line(["---"] * 2),
-        *(_line([letter, f"`{field}`"]) for field, letter in LETTERS.items()),
+        table_line(["letter", "option"]),
+        table_line(["---"] * 2),
+        *(table_line([letter, f"`{field}`"]) for field, letter in LETTERS.items()),
         "",
         "## Schedules of layers",
         "",
-        _line(["name", "title", "paper", "of"]),
-        _line(["---"] * 4),
+        table_line(["name", "title", "paper", "of"]),
+        table_line(["---"] * 4),
         *(
-            _line(
+            table_line(
                 [
                     f"`{found.name}`",
                     f"**{found.title}**: {found.summary}",
@@ -221,7 +221,7 @@ def markdown(reference: str, options: Options | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: list[str]) -> str:
+def table_line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

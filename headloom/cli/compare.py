@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from headloom.cli.common import (
+    DATA_KINDS,
     INTERRUPTED,
     RUN_FAILED,
     Json,
     Size,
+    TextColumn,
     console,
     ends_with_status,
     only_json_on_stdout,
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from headloom.lab.compare import Comparison
     from headloom.report.tables import Row
 
-WIDE = 150
+WIDE = 195
 
 
 @ends_with_status
@@ -41,13 +44,15 @@ def compare(
     size: Size = "tiny",
     steps: Annotated[int | None, typer.Option(help="Training steps of every run. Default: the size's.")] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.")] = 3,
-    data: Annotated[
-        str, typer.Option(help="stdlib (Python's own source), a file, a folder, or a Hugging Face data set.")
-    ] = "stdlib",
+    data: Annotated[str, typer.Option(help=f"stdlib (Python's own source), {DATA_KINDS}.")] = "stdlib",
+    text_column: TextColumn = None,
     tokenizer: Annotated[str, typer.Option(help="bytes, bpe:4096, or a folder with a saved tokenizer.")] = "bytes",
     tokens: Annotated[int | None, typer.Option(help="Context in tokens. Default: the size's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: the size's.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate. Default: the size's.")] = None,
+    evaluations: Annotated[
+        int, typer.Option(help="Validations along every run, for its curve, besides the one at the end; 0: none.")
+    ] = 10,
     threads: Annotated[int | None, typer.Option(help="Processor threads. Default: all this process may use.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the study. Default: headloom-compare, or the next free number.")
@@ -72,10 +77,12 @@ def compare(
                 steps=steps,
                 seeds=seeds,
                 data=data,
+                text_column=text_column,
                 tokenizer=tokenizer,
                 tokens=tokens,
                 batch_size=batch_size,
                 learning_rate=learning_rate,
+                evaluations=evaluations,
                 threads=threads,
                 out=out,
                 progress=Bar(),
@@ -121,8 +128,14 @@ def _table(columns: Sequence[str], rows: Sequence[Row], *, wide: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    from headloom.report import tables
+
     colours = {"better": "green", "worse": "red"}
-    lines = [[*map(Text, row.cells[:-1]), Text(row.cells[-1], style=colours.get(row.verdict, ""))] for row in rows]
+    styles = [{tables.DIFFERENCE: colours.get(row.verdict, "")} for row in rows]
+    lines = [
+        [Text(cell, style=style.get(place, "")) for place, cell in enumerate(row.cells)]
+        for row, style in zip(rows, styles, strict=True)
+    ]
     table = Table(pad_edge=False)
     if not wide:
         heading, *rest = zip(map(Text, columns), *lines, strict=True)
@@ -132,7 +145,13 @@ def _table(columns: Sequence[str], rows: Sequence[Row], *, wide: bool) -> Table:
             table.add_row(*texts)
         return table
     for place, name in enumerate(columns):
-        table.add_column(Text(name), justify="left" if place < 2 else "right", overflow="fold")
+        justify: Literal["left", "right"] = "left" if place < 2 else "right"
+        table.add_column(Text(_broken(name)), justify=justify, overflow="fold")
     for line in lines:
         table.add_row(*line)
     return table
+
+
+def _broken(heading: str) -> str:
+    """A heading in lines of two or three words, so that what stands below it decides a column's width."""
+    return "\n".join(textwrap.wrap(heading, 14))

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headloom.cli.common import Json, console, ends_with_status, print_json
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from headloom.bench.options import Option
+
 
 @ends_with_status
 def list_mechanisms(
+    name: Annotated[
+        str | None, typer.Argument(help="A mechanism or schedule: print its options, what they mean and cost.")
+    ] = None,
     costs: Annotated[
         bool,
         typer.Option(
@@ -21,16 +29,25 @@ def list_mechanisms(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/mechanisms.md, costs included.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the attention mechanisms and schedules of layers: name, title, paper, and what they do in a line."""
+    """List the attention mechanisms and schedules of layers, or, with a name, every option of one.
+
+    An option is printed with what it may be, its default, what it means, and what another value costs.
+    """
     from headloom.core.errors import HeadloomError
 
+    if name is not None and (markdown or costs):
+        raise HeadloomError("--markdown and --costs are for all mechanisms: leave them out, or the name")
+    if name is not None:
+        _options(name, as_json)
+        return
     if markdown and as_json:
         raise HeadloomError("--markdown and --json cannot go together: give one")
     if markdown:
-        from headloom.bench import catalogue
+        from headloom.bench import catalogue, options
         from headloom.lab.variants import defaults
 
         typer.echo(catalogue.markdown(defaults().reference, defaults().options), nl=False)
+        typer.echo("\n" + options.markdown(), nl=False)
     elif costs:
         _measured(as_json)
     else:
@@ -39,7 +56,7 @@ def list_mechanisms(
 
 def _named(as_json: bool) -> None:
     """What the source says; torch stays unimported."""
-    from headloom.cli.names import LINES, described
+    from headloom.lab.names import LINES, described
 
     mechanisms, schedules = described()
     if as_json:
@@ -47,12 +64,68 @@ def _named(as_json: bool) -> None:
         return
     _table(("name", "title", "paper", "in a line"), [[lines[key] for key in LINES] for lines in mechanisms])
     _schedules(schedules)
-    console().print("\nheadloom list --costs measures cache, scores and grafts.", markup=False, soft_wrap=True)
+    more = "headloom list NAME prints the options of one; headloom list --costs measures cache, scores and grafts."
+    console().print(f"\n{more}", markup=False, soft_wrap=True)
+
+
+def _options(name: str, as_json: bool) -> None:
+    from headloom.bench import catalogue
+    from headloom.bench.options import options
+    from headloom.lab.names import described
+    from headloom.lab.variants import defaults
+
+    usual = defaults()
+    found = options(name, usual.options.get(name, {}))
+    if as_json:
+        print_json([dataclasses.asdict(option) for option in found])
+        return
+    lines = next(lines for part in described() for lines in part if lines["name"] == name)
+    out = console()
+    out.print(f"{name}: {lines['title']} ({lines['paper']})\n{lines['summary']}", markup=False, soft_wrap=True)
+    for own, heading in ((True, "Its own options"), (False, "Options of all mechanisms")):
+        rows = [option for option in found if option.own == own]
+        if rows:
+            out.print(f"\n{heading}", markup=False)
+            out.print(_definitions(rows))
+    sizes = ", ".join(f"{field}={value}" for field, value in catalogue.SIZES.items() if field != "rope_theta")
+    out.print(
+        f"\nCosts are of one layer with another value, in those of the defaults: parameters, forward FLOPs, bytes of "
+        f"the cache, FLOPs of the scores alone, at {sizes}, {catalogue.TOKENS:,} tokens. Where none is said they stay. "
+        f"Written as {name}:option=value in --variants, none for None.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _definitions(rows: list[Option]) -> Table:
+    """Name, values and default on the left of what the option means and costs."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", ratio=1)
+    for row in rows:
+        default = "" if row.default == "" else f"; default {_word(row.default)}"
+        usual = "" if row.usual is None else f"; in comparisons {_word(row.usual)}"
+        told = [f"{row.values}{default}{usual}", row.meaning]
+        for value, ratios in row.costs.items():
+            changed = [f"{words} x {ratio:.3g}" for words, ratio in ratios.items() if abs(ratio - 1) >= 0.005]
+            if changed:
+                told.append(f"{value}: {', '.join(changed)}")
+        table.add_row(row.name, Text("\n".join(told)))
+    return table
+
+
+def _word(value: object) -> str:
+    from headloom.lab.options import show
+
+    return show(value)
 
 
 def _measured(as_json: bool) -> None:
     from headloom.bench import catalogue
-    from headloom.cli.names import described
+    from headloom.lab.names import described
     from headloom.lab.variants import defaults
 
     usual = defaults()
@@ -74,6 +147,10 @@ def _measured(as_json: bool) -> None:
         markup=False,
         soft_wrap=True,
     )
+    for entry in found:
+        for name, value in entry.options.items():
+            line = f"{entry.name} is measured with {name}={_word(value)}: the comparison's default."
+            console().print(line, markup=False, soft_wrap=True)
     _schedules(described()[1])
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headloom.cli.common import Json, console, ends_with_status, only_json_on_stdout, print_json
+from headloom.cli.common import DATA_KINDS, Json, TextColumn, console, ends_with_status, only_json_on_stdout, print_json
 from headloom.core.errors import HeadloomError
 from headloom.core.heap import keep_freed
 
@@ -21,11 +21,16 @@ def train(
     file: Annotated[Path | None, typer.Argument(help="A run's YAML file. Without one, the options say it.")] = None,
     variant: Annotated[str | None, typer.Option(help="iha:pseudo_heads=2, say. Default: mha.")] = None,
     size: Annotated[str | None, typer.Option(help="tiny, small, 125M, ... Default: tiny.")] = None,
-    data: Annotated[str | None, typer.Option(help="stdlib, a file, a folder, or a Hugging Face data set.")] = None,
+    data: Annotated[str | None, typer.Option(help=f"stdlib, {DATA_KINDS}.")] = None,
+    text_column: TextColumn = None,
     tokenizer: Annotated[str | None, typer.Option(help="bytes, bpe:4096, or a saved tokenizer's folder.")] = None,
     steps: Annotated[int | None, typer.Option(help="Default: the size's.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak. Default: the size's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
+    evaluations: Annotated[
+        int | None,
+        typer.Option(help="Validations along the way besides the one at the end; 0: none. Default: 10."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any field of a run's file: batch_size=16. Repeatable.")
     ] = None,
@@ -47,7 +52,14 @@ def train(
     from headloom.lab.progress import Bar
     from headloom.train.file import train_text
 
-    given: dict[str, Any] = {"data": data, "tokenizer": tokenizer, "steps": steps, "seed": seed}
+    given: dict[str, Any] = {
+        "data": data,
+        "text_column": text_column,
+        "tokenizer": tokenizer,
+        "steps": steps,
+        "seed": seed,
+        "evaluations": evaluations,
+    }
     given |= {"learning_rate": learning_rate, "compile": "inductor" if compiled else None}
     given |= {"checkpoint_activations": checkpoint_activations or None}
     given = {key: value for key, value in given.items() if value is not None}
@@ -65,11 +77,19 @@ def train(
             bar.start(1, run.steps, 0)
             bar.run(run.name, 1)
             result = train_text(
-                run, text, out, lambda step, steps, loss: bar.step(1, step, loss), track=track, save_model=save_model
+                run,
+                text,
+                out,
+                lambda step, steps, loss: bar.step(1, step, loss),
+                on_note=bar.note,
+                track=track,
+                save_model=save_model,
             )
         if as_json:
             print_json({"folder": str(out), **result.to_dict()}, stdout)
             return
+        for note in result.notes:
+            console().print(note, markup=False, soft_wrap=True)
         console().print(
             f"{run.name}: {result.bits_per_byte:.4f} bits per byte on {result.validation_bytes:,} bytes after "
             f"{run.steps:,} steps ({result.tokens:,} tokens, {result.train_seconds:.1f} s); "

@@ -52,6 +52,19 @@ def own_first(cls: Any) -> list[str]:
     return list(found)
 
 
+@functools.cache
+def meanings(cls: Any) -> dict[str, str]:
+    """Field name -> what it means: the text in its annotation, `Annotated[int, "what it means"]`."""
+    found: dict[str, str] = {}
+    for part in reversed(cls.__mro__):
+        own = inspect.get_annotations(part)
+        if dataclasses.is_dataclass(part):
+            hints = typing.get_type_hints(part, include_extras=True)
+            texts = {name: getattr(hints[name], "__metadata__", ()) for name in own if name in hints}
+            found |= {name: given[0] for name, given in texts.items() if given and isinstance(given[0], str)}
+    return found
+
+
 def unknown_option(name: str, classes: typing.Sequence[Any], *, of: str = "") -> HeadloomError:
     """The error for an option that none of the config classes has; it names their own options first."""
     allowed = list(dict.fromkeys(field for cls in classes for field in own_first(cls)))
@@ -71,7 +84,7 @@ def check_value(cls: type, name: str, value: Any) -> Any:
     allowed = fields_of(cls)[name]
     if not _fits(value, allowed):
         raise HeadloomError(f"{name} must be {describe(allowed)}, not {value!r}")
-    return float(value) if type(value) is int and float in _members(allowed) and int not in _members(allowed) else value
+    return float(value) if type(value) is int and float in members(allowed) and int not in members(allowed) else value
 
 
 def parse_option(cls: type, name: str, text: str) -> Any:
@@ -83,41 +96,41 @@ def parse_option(cls: type, name: str, text: str) -> Any:
     """
     check_names(cls, [name])
     allowed = fields_of(cls)[name]
-    members = _members(allowed)
+    kinds = members(allowed)
     lowered = text.strip().lower()
-    if types.NoneType in members and lowered in ("none", "null"):
+    if types.NoneType in kinds and lowered in ("none", "null"):
         return None
-    if bool in members and lowered in ("true", "false"):
+    if bool in kinds and lowered in ("true", "false"):
         return lowered == "true"
     for number in (int, float):
-        if number in members:
+        if number in kinds:
             try:
                 return number(text)
             except ValueError:
                 pass
-    if text in members or str in members:
+    if text in kinds or str in kinds:
         return text
-    raise HeadloomError(f"{name} must be {describe(allowed)}, not '{text}'.{near(text, map(str, members))}")
+    raise HeadloomError(f"{name} must be {describe(allowed)}, not '{text}'.{near(text, map(str, kinds))}")
 
 
 def describe(annotation: Any) -> str:
     """The annotation in words: "an int or None", "'virtual' or 'token'"."""
     words = {int: "an int", float: "a number", bool: "true or false", str: "a text", types.NoneType: "None"}
     words |= {dict: "a mapping", list: "a list"}
-    return " or ".join(words.get(typing.get_origin(m) or m, repr(m)) for m in _members(annotation))
+    return " or ".join(words.get(typing.get_origin(m) or m, repr(m)) for m in members(annotation))
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def members(annotation: Any) -> tuple[Any, ...]:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        return tuple(m for part in typing.get_args(annotation) for m in _members(part))
+        return tuple(m for part in typing.get_args(annotation) for m in members(part))
     if origin is typing.Literal:
         return typing.get_args(annotation)
     return (annotation,)
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    for member in _members(annotation):
+    for member in members(annotation):
         if not isinstance(member, type) and typing.get_origin(member) is None:
             if type(value) is type(member) and value == member:  # a Literal's value; True is not 1
                 return True

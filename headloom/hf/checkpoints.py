@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 
 from headloom.core.errors import HeadloomError, near
+from headloom.core.files import whole_folder
+from headloom.core.locks import claimed
 from headloom.hf.config import MODEL_TYPE
 from headloom.hf.family import families, family_named
 
@@ -37,7 +38,8 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
         dtype: of the weights, one of `DTYPES`; "auto" keeps the checkpoint's.
         causal: only a causal language model will do.
     Raises:
-        HeadloomError: nothing there, nothing that loads, or not a causal language model where one is asked for.
+        HeadloomError: nothing there, nothing that loads, or not a causal language model where one is asked for, its
+            head included.
     """
     if dtype not in DTYPES:
         raise HeadloomError(f"unknown dtype '{dtype}'.{near(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}")
@@ -49,7 +51,13 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
     auto_class = getattr(transformers, _auto_name(config, source, causal))
     wide = torch.float32 if file and dtype == "auto" else dtype
     with _saying(source), _quiet():
-        model = auto_class.from_pretrained(where, dtype=wide, **_given(file)).eval()
+        model, info = auto_class.from_pretrained(where, dtype=wide, output_loading_info=True, **_given(file))
+    if causal and info["missing_keys"]:  # of a folder with another head: these would be random numbers
+        lacking = ", ".join(sorted(info["missing_keys"])[:3])
+        raise HeadloomError(
+            f"'{source}' lacks the weights {lacking} of a causal language model: load one that has them"
+        )
+    model.eval()
     if file:  # the weights are plain tensors by now; the marks that say otherwise would stop training, and be saved
         model.hf_quantizer.remove_quantization_config(model)
     return Checkpoint(model, load_tokenizer(source))
@@ -76,19 +84,22 @@ def new_folder(out: Path, *, besides: str | None = None) -> None:
         raise HeadloomError(f"'{out}' exists and is not empty: give a new folder, or remove this one")
 
 
-def save(checkpoint: Checkpoint, out: Path) -> None:
-    """Write model and tokenizer to a new folder; a folder of that name is whole or absent."""
+@contextlib.contextmanager
+def place_for(out: Path) -> Iterator[None]:
+    """Hold a new folder's place from before the work till it is saved. Raises HeadloomError where something is there
+    already, or another process is making it."""
     new_folder(out)
-    partial = out.with_name(out.name + ".partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        with _quiet():
-            checkpoint.model.save_pretrained(partial)
-            if checkpoint.tokenizer is not None:
-                checkpoint.tokenizer.save_pretrained(partial)
-        partial.replace(out)
-    except OSError as error:
-        raise HeadloomError(f"'{out}' cannot be written ({error.strerror or error}): give another folder") from None
+    with claimed(out):
+        yield
+
+
+def save(checkpoint: Checkpoint, out: Path) -> None:
+    """Write model and tokenizer to a new folder; a folder of that name is whole or absent. Raises HeadloomError."""
+    new_folder(out)
+    with whole_folder(out) as partial, _quiet():
+        checkpoint.model.save_pretrained(partial)
+        if checkpoint.tokenizer is not None:
+            checkpoint.tokenizer.save_pretrained(partial)
 
 
 def is_graft(source: str | Path) -> bool:
@@ -103,7 +114,7 @@ def is_graft(source: str | Path) -> bool:
 def is_causal(config: Any) -> bool:
     """Whether a config is of a causal language model: by its family where we know it, else by its class's name."""
     if config.model_type in families():
-        return bool(family_named(config.model_type).common(config, 0)["causal"])
+        return family_named(config.model_type).causal(config)
     return not config.architectures or config.architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
 
 

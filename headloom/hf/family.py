@@ -54,6 +54,10 @@ class Family(abc.ABC):
         Raises HeadloomError for a config that asks for something we cannot repeat.
         """
 
+    def causal(self, config: Any) -> bool:
+        """Whether a model of this config predicts the next token: no token sees a later one."""
+        return True
+
     def config_class(self) -> Any:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -123,7 +127,7 @@ class Decoder(Family):
             "num_heads": config.num_attention_heads,
             "num_kv_heads": config.num_key_value_heads,
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            "causal": True,
+            "causal": self.causal(config),
             "window": self.window(config, index),
             "dropout": float(config.attention_dropout or 0.0),
             "qkv_bias": bias,
@@ -145,13 +149,16 @@ class Decoder(Family):
 class Encoder(Family):
     """What the encoders share: as many key/value heads as heads, which fill the width, and no causality."""
 
+    def causal(self, config: Any) -> bool:
+        return bool(getattr(config, "is_decoder", False))  # BERT and RoBERTa can be made into decoders
+
     def common(self, config: Any, index: int) -> dict[str, Any]:
         return {
             "hidden_size": config.hidden_size,
             "num_heads": config.num_attention_heads,
             "num_kv_heads": config.num_attention_heads,
             "head_dim": config.hidden_size // config.num_attention_heads,
-            "causal": False,
+            "causal": self.causal(config),
         }
 
 

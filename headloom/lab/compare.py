@@ -6,12 +6,13 @@ It is a study with defaults: see `headloom.lab.study` for studies, and `headloom
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.folder import open_folder
+from headloom.lab.folder import open_folder, refuse_other
+from headloom.lab.growth import differing_specs
 from headloom.lab.plan import Plan, make_plan
 from headloom.lab.progress import Progress
 from headloom.lab.resolve import resolve
@@ -20,6 +21,10 @@ from headloom.lab.sizes import Size
 from headloom.lab.spec import StudySpec, identity
 from headloom.lab.study import Budget, Engine, Study
 from headloom.lab.variants import Variant, parse_variants
+from headloom.train.config import EVALUATIONS
+
+if TYPE_CHECKING:
+    from headloom.data import Corpus
 
 __all__ = ["Comparison", "Interrupted", "compare", "make_spec", "run_study"]
 
@@ -34,10 +39,12 @@ def compare(
     steps: int | None = None,
     seeds: int = 3,
     data: str | Path = "stdlib",
+    text_column: str | None = None,
     tokenizer: str | Path = "bytes",
     tokens: int | None = None,
     batch_size: int | None = None,
     learning_rate: float | None = None,
+    evaluations: int = EVALUATIONS,
     threads: int | None = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
@@ -52,9 +59,11 @@ def compare(
         size: a name of `headloom.lab.sizes`; the reference keeps its feed-forward width, the others' is turned.
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
         seeds: how many seeds; from two on there are intervals.
-        data, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
+        evaluations: validations along every run, besides the one at its end (0: none).
+        data, text_column, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
         threads: processor threads of a run; None: all this process may use.
-        out: the study's folder; None: headloom-compare here, or the first free number after it.
+        out: the study's folder; runs that it holds already and that are asked for again are used again. None:
+            headloom-compare here, or the first free number after it.
         progress: is told what happens. report: also write report.html and figures/.
         engine: "local" (a process for each run), or "inline" (this process, for a debugger).
 
@@ -64,6 +73,10 @@ def compare(
 
     A run that fails is recorded with its reason and the others go on: see `Comparison.failed`.
     """
+    if out is not None and not isinstance(out, str | Path):
+        raise HeadloomError(f"out must be a folder's path, not {out!r}")
+    if progress is not None and not isinstance(progress, Progress):
+        raise HeadloomError(f"progress must be a headloom.lab.progress.Progress or None, not {progress!r}")
     progress = progress or Progress()
     with progress:
         progress.stage("reading the call")
@@ -73,12 +86,14 @@ def compare(
             size,
             seeds=seeds,
             data=_data_name(data),
+            text_column=text_column,
             tokenizer=str(tokenizer),
             threads=threads,
             steps=steps,
             tokens=tokens,
             batch_size=batch_size,
             learning_rate=learning_rate,
+            evaluations=evaluations,
             engine=engine,
         )
         spec = resolve(study, kind="compare", variants=parsed)
@@ -115,13 +130,28 @@ def _run(
     report: bool,
 ) -> Comparison:
     progress.stage("reading the text and matching budgets")
-    plan = make_plan(spec)
+    if out is not None:
+        refuse_other(Path(out), lambda held: differing_specs(held, spec))
+    plan = make_plan(spec, lambda corpus: _same_text(out, corpus))
+    for note in plan.data.notes:
+        progress.note(note)
     resolved = plan.resolved
     study_hash = identity(resolved)
     folder = open_folder(out, study_hash, resolved, default=default)
     command = command or f"headloom study run {shlex.quote(str(folder / 'study.yaml'))}"
     runner = Runner(plan, folder, study_hash, resolved, study, command, _notes(plan), progress, report)
     return runner.run()
+
+
+def _same_text(out: str | Path | None, corpus: Corpus) -> None:
+    """Refuse a folder with a study of another text before this one is tokenised."""
+
+    def differing(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        there, here = held["resolved"]["data"]["corpus"], corpus.fingerprint
+        return {} if there == here else {"data": {"there": there[:12], "here": here[:12]}}
+
+    if out is not None:
+        refuse_other(Path(out), differing)
 
 
 def make_spec(variants: list[Variant], size: Size, **settings: Any) -> StudySpec:
@@ -137,10 +167,12 @@ def comparison_study(
     data: str,
     tokenizer: str,
     threads: int | None,
+    text_column: str | None = None,
     steps: int | None = None,
     tokens: int | None = None,
     batch_size: int | None = None,
     learning_rate: float | None = None,
+    evaluations: int = EVALUATIONS,
     engine: str = "local",
 ) -> Study:
     """A comparison as a study: equal parameters by the feed-forward width, equal steps, one learning rate."""
@@ -150,22 +182,29 @@ def comparison_study(
         place = Engine(name=engine)  # type: ignore[arg-type]
     except ValueError:
         raise HeadloomError(f"engine must be local or inline, not '{engine}'") from None
-    return Study(
-        name="headloom-compare",
-        variants=tuple(variant.text for variant in variants),
-        budgets=(EQUAL_PARAMETERS,),
-        size=size,
-        seeds=seeds,
-        statistics=seeds > 1,
-        data=data,
-        tokenizer=tokenizer,
-        threads=threads,
-        steps=steps,
-        tokens=tokens,
-        batch_size=batch_size,
-        learning_rates=None if learning_rate is None else (learning_rate,),
-        engine=place,
-    )
+    written: dict[str, Any] = {
+        "name": "headloom-compare",
+        "variants": tuple(variant.text for variant in variants),
+        "budgets": (EQUAL_PARAMETERS,),
+        "size": size,
+        "seeds": seeds,
+        "statistics": seeds > 1,
+        "data": data,
+        "text_column": text_column,
+        "tokenizer": tokenizer,
+        "threads": threads,
+        "steps": steps,
+        "tokens": tokens,
+        "batch_size": batch_size,
+        "learning_rates": None if learning_rate is None else (learning_rate,),
+        "evaluations": evaluations,
+        "engine": place,
+    }
+    try:
+        return Study(**written)
+    except HeadloomError as error:  # the study's keys are this function's arguments, but for this one
+        line = str(error).removeprefix("study: ").replace("learning_rates.0:", "learning_rate:")
+        raise HeadloomError(line) from None
 
 
 def compare_command(spec: StudySpec) -> str:
@@ -181,7 +220,9 @@ def compare_command(spec: StudySpec) -> str:
         "--tokens": shape.tokens,
         "--batch-size": shape.batch_size,
         "--learning-rate": f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate),
+        "--evaluations": spec.evaluations,
         "--threads": spec.threads,
+        **({} if spec.text_column is None else {"--text-column": spec.text_column}),
     }
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     return shlex.join(["headloom", "compare", *words])
@@ -189,11 +230,8 @@ def compare_command(spec: StudySpec) -> str:
 
 def _notes(plan: Plan) -> list[str]:
     spec, costs = plan.spec, plan.costs()
-    notes = [
-        f"{variant.label} runs with {name}={variant.options[name]}: the comparison's default, used where none is given."
-        for variant in spec.variants
-        for name in variant.defaulted
-    ]
+    variants = (Variant(v.mechanism, v.options, v.label, v.defaulted) for v in spec.variants)
+    notes = [*plan.data.notes, *(note for variant in variants for note in variant.notes)]
     notes += [
         f"{label} remembers {cost['cache_constant_bytes']:,} bytes a sequence, however long, besides what its tokens "
         "leave in the cache."

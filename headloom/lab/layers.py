@@ -113,6 +113,7 @@ def run_config(
         threads=spec.threads,
         dtype=spec.dtype,
         compile=spec.compile,
+        evaluations=spec.evaluations,
         checkpoint_activations=spec.checkpoint_activations,
         **shape.model_dump(),
     )

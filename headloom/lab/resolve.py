@@ -13,6 +13,7 @@ from headloom.lab.sizes import Size, gated_width, get_size
 from headloom.lab.spec import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, VariantSpec, one_line
 from headloom.lab.study import Entry, Study
 from headloom.lab.variants import Variant, defaults, labelled, parse_variant, with_defaults
+from headloom.train.config import evaluation_bytes
 
 TOLERANCES = {"parameters": 0.005, "flops": 0.01, "cache": 0.01, "time": 0.01, "tokens": 0.01}
 
@@ -30,6 +31,8 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
     entries = [Entry(use=v.text) for v in variants] if variants is not None else list(study.variants)
     made, reference = _variants(study, size, entries, variants)
     rates = study.learning_rates or (size.learning_rate,)
+    whole = study.validation_bytes or size.validation_bytes
+    shortest = min(variant.shape.tokens_trained for variant in made if variant.against is None)
     try:
         spec = StudySpec(
             kind=kind,  # type: ignore[arg-type]
@@ -57,8 +60,11 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
             learning_rates=tuple(sorted(rates)),
             extend_grid=study.extend_grid,
             data=study.data,
+            text_column=study.text_column,
             tokenizer=study.tokenizer,
-            validation_bytes=study.validation_bytes or size.validation_bytes,
+            validation_bytes=whole,
+            evaluations=study.evaluations,
+            evaluation_bytes=min(whole, evaluation_bytes(shortest, study.evaluations)),
             selection_bytes=(study.selection_bytes or size.validation_bytes) if len(rates) > 1 else None,
             threads=study.threads or cores(),
             dtype=study.dtype,

@@ -121,8 +121,11 @@ class StudySpec(_Strict):
     learning_rates: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(min_length=1)
     extend_grid: int = Field(default=0, ge=0)
     data: str = Field(min_length=1)
+    text_column: str | None = Field(default=None, min_length=1)
     tokenizer: str = Field(min_length=1)
     validation_bytes: Count
+    evaluations: int = Field(ge=0)
+    evaluation_bytes: Count
     selection_bytes: Count | None
     threads: Count
     dtype: Literal["float32", "bfloat16"]
@@ -131,6 +134,11 @@ class StudySpec(_Strict):
 
     def variant(self, label: str) -> VariantSpec:
         return next(variant for variant in self.variants if variant.label == label)
+
+    @property
+    def against(self) -> dict[str, str | None]:
+        """Label -> the label it is compared with."""
+        return {variant.label: variant.against for variant in self.variants}
 
     def budget(self, match: Match) -> BudgetSpec | None:
         return next((budget for budget in self.budgets if budget.match == match), None)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 
 from headloom.core.errors import HeadloomError, near
 from headloom.lab.spec import Axis, Knob, Match, one_line
+from headloom.train.config import EVALUATIONS
 
 if TYPE_CHECKING:
     from headloom.lab.compare import Comparison
@@ -111,13 +112,16 @@ class Engine(_Written):
 class Study(_Written):
     """A study. Values left out are the size's.
 
-    options: mechanism -> options for every variant of it. axes: what variants may be set apart in besides the mechanism
-    and the knobs. groups: settings of axes; every variant is run in each and compared within it. reference: the label
-    the others are compared with. seeds: how many, or which. statistics: false lets one seed do. learning_rates: the
-    grid; the best per variant is chosen on a text that is not reported. grid_seeds: how many seeds the grid is run with
-    (None: all); the others run at the chosen rate. extend_grid: how many more rates a variant may try, each the next
-    (in the same ratio) beyond the edge of the grid at which its best lies. sizes: size -> keys of this study that are
-    different there; from_yaml takes the block of its size and drops the others.
+    text_column: of tables and data sets, the column that holds the text (None: "text"). options: mechanism ->
+    options for every variant of it. axes: what variants may be set apart in besides the mechanism and the knobs.
+    groups: settings of axes; every variant is run in each and compared within it. reference: the label the others
+    are compared with. seeds: how many, or which. statistics: false lets one seed do. learning_rates: the grid; the
+    best per variant is chosen on a text that is not reported. grid_seeds: how many seeds the grid is run with
+    (None: all); the others run at the chosen rate. extend_grid: how many more rates a variant may try, each the
+    next (in the same ratio) beyond the edge of the grid at which its best lies. evaluations: validations along
+    every run besides the one at its end, each on so much text that all of them cost a tenth of the training at
+    most. sizes: size -> keys of this study that are different there; from_yaml takes the block of its size and
+    drops the others.
     """
 
     name: Text = "study"
@@ -126,6 +130,7 @@ class Study(_Written):
     size: Text = "tiny"
     backbone: Backbone = Backbone()
     data: Text = "stdlib"
+    text_column: Text | None = None
     tokenizer: Text = "bytes"
     tokens: Annotated[int, Strict(), Field(ge=2)] | None = None
     batch_size: Int | None = None
@@ -142,6 +147,7 @@ class Study(_Written):
     grid_seeds: Int | None = None
     extend_grid: Annotated[int, Strict(), Field(ge=0, le=10)] = 0
     validation_bytes: Int | None = None
+    evaluations: Annotated[int, Strict(), Field(ge=0, le=1000)] = EVALUATIONS
     selection_bytes: Int | None = None
     threads: Int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -173,6 +179,8 @@ class Study(_Written):
         """As from_yaml, from a mapping."""
         import yaml
 
+        if not isinstance(values, Mapping):
+            raise HeadloomError(f"a study is a mapping of keys to values, not {values!r}")
         whole = cls(**values)  # every size's block is checked, whichever is taken
         for name, block in whole.sizes.items():
             cls(**{**values, "sizes": {}, **block, "size": name})

@@ -1,11 +1,14 @@
 """Equal time: every variant's real training step, taken in turns before the runs, and the number of steps each gets.
 
-What was measured is frozen in study.json: a study that goes on, or is made again from that file, does not measure.
+What was measured is frozen in study.json: a study that goes on, or is made again from that file, does not measure. One
+that has grown measures the new variants only, in turns with one that was measured before, and gives their times in
+that one's time of then: what else the machine does now is in neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
@@ -25,10 +28,20 @@ Timing = dict[str, Any]
 Measure = Callable[[Mapping[str, Shape]], dict[str, Timing]]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """By label: the step times, the shapes at equal time, and what the time budget came to where it has one."""
+
+    timing: Mapping[str, Timing] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    matches: Mapping[str, Match] = field(default_factory=dict)
+
+
 def step_times(
     runs: Mapping[str, RunConfig], data: TokenData, tokenizer: PreTrainedTokenizerFast, *, repeats: int = REPEATS
 ) -> dict[str, Timing]:
-    """Label -> median, low and high seconds of a training step over interleaved repetitions.
+    """Label -> median, low and high (quartiles) seconds of a training step, and every sample: repetitions were taken in
+    turns, so sample i of one label belongs to sample i of another.
 
     A step is the forward and backward pass of one batch in its accumulation steps, clipping and AdamW's update, with
     the run's own model, parameter groups, batch, threads, type, compilation and activation checkpoints.
@@ -45,7 +58,7 @@ def step_times(
     finally:
         torch.set_num_threads(threads)
     return {
-        label: {"median": timing.median, "low": timing.low, "high": timing.high, "repeats": repeats}
+        label: {**timing.spread(), "repeats": repeats, "samples": list(timing.samples)}
         for label, timing in timings.items()
     }
 
@@ -79,35 +92,72 @@ def training_step(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenize
 
 
 def match_time(
-    spec: StudySpec, shapes: Mapping[str, Shape], measure: Measure
-) -> tuple[dict[str, Shape], dict[str, Timing], dict[str, Match]]:
+    spec: StudySpec, shapes: Mapping[str, Shape], measure: Measure, known: Measured = Measured()
+) -> Measured:
     """Shapes whose runs take equal time, every variant's step time, and what the budget came to.
 
     Knobs of the model are turned until a step takes as near as can be the target's; then all steps are measured
-    together, and `steps`, if it is a knob, closes what is left.
+    together, and `steps`, if it is a knob, closes what is left. What is `known` is kept, and its variants are not
+    matched again.
 
     Raises HeadloomError when the nearest reachable time is further from the target's than the tolerance.
     """
     budget = spec.budget("time")
-    shapes = dict(shapes)
+    shapes = {**shapes, **known.shapes}
+    new = [variant for variant in spec.variants if variant.label not in known.timing]
     if budget is not None:
-        for variant in spec.variants:
+        for variant in new:
             target = spec.target(budget, variant)
             for knob in budget.knobs_of(variant) if target else ():
                 if knob != "steps":
                     assert target is not None
                     shapes[variant.label] = _grown(variant.label, knob, shapes, target, measure)
-    timing = measure(shapes)
-    matches = {}
+    timing = {**known.timing, **_timings(spec, shapes, new, measure, known.timing)}
+    matches = dict(known.matches)
     if budget is not None:
-        for variant in spec.variants:
+        for variant in new:
             target = spec.target(budget, variant)
             if target is not None:
                 seconds = shapes[target].steps * timing[target]["median"]
                 shapes[variant.label], matches[variant.label] = _timed(
                     variant, budget, shapes[variant.label], timing[variant.label]["median"], seconds
                 )
-    return shapes, timing, matches
+    return Measured(timing, shapes, matches)
+
+
+def _timings(
+    spec: StudySpec,
+    shapes: Mapping[str, Shape],
+    new: Sequence[VariantSpec],
+    measure: Measure,
+    known: Mapping[str, Timing],
+) -> dict[str, Timing]:
+    """The step times of new variants; where some are known, each beside one of those, and in its time of then."""
+    if not new:
+        return {}
+    budget, beside = spec.budget("time"), {}
+    for variant in new:
+        target = spec.target(budget, variant) if budget else None
+        beside[variant.label] = next((o for o in (target, variant.against, spec.reference, *known) if o in known), None)
+    labels = [v.label for v in spec.variants if v.label in beside or v.label in beside.values()]
+    found = measure({label: shapes[label] for label in labels})
+    times = {}
+    for label, other in beside.items():
+        times[label] = found[label]
+        if other is not None:
+            factor = known[other]["median"] / found[other]["median"]
+            scaled = {key: factor * found[label][key] for key in ("median", "low", "high")}
+            times[label] = {**found[label], **scaled, "beside": other}
+            times[label]["samples"] = _in_its_samples(found[label], found[other], known[other])
+    return times
+
+
+def _in_its_samples(mine: Timing, now: Timing, then: Timing) -> list[float]:
+    """Every repetition in the other's time of then, so that sample i still belongs to sample i of what was there,
+    in the ratio that was measured. None at all where the other's samples of then are not known."""
+    three = [timing.get("samples") or [] for timing in (mine, now, then)]
+    alike = len({len(samples) for samples in three}) == 1
+    return [a / b * c for a, b, c in zip(*three, strict=True)] if alike else []
 
 
 def _timed(variant: VariantSpec, budget: BudgetSpec, shape: Shape, step: float, seconds: float) -> tuple[Shape, Match]:

@@ -87,7 +87,7 @@ def _plain(visibility: Visibility, pseudo: int, virtual: bool) -> tuple[bool, bo
     if visibility.window is not None and visibility.window < S:
         return False, False
     if not visibility.causal or (T == 1 and not virtual):
-        return True, False
+        return not virtual, False
     return False, T == S and (pseudo == 1 or virtual)
 
 
@@ -121,7 +121,7 @@ def _predicate(visibility: Visibility, pseudo: int, virtual: bool) -> Callable[.
         for rule in rules:
             out = out & rule.visible(query, key)
         if virtual:
-            out = out & (column <= row + past * pseudo)
+            out = out & ((column <= row + past * pseudo) | (query != key))
         if documents_BS is not None:
             mine = sequence(b, documents_BS)
             document = documents_BS[mine, query]

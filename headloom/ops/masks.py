@@ -7,6 +7,7 @@ A token's *index* is its place in its own row counted over the cache and this ca
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -31,7 +32,9 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
-            return NotImplemented
+            raise HeadloomError(
+                f"masks are joined with masks, not with a {type(other).__name__}: give booleans (B, T, S) as hl.Dense"
+            )
         return And((*self.parts(), *other.parts()))
 
 
@@ -64,7 +67,8 @@ class _Data(Mask):
     values: Tensor
 
     def __post_init__(self) -> None:
-        """Here so that the generated __init__ calls a subclass's."""
+        if not isinstance(self.values, Tensor):
+            raise HeadloomError(f"{type(self).__name__} takes a tensor, not a {type(self.values).__name__}")
 
     def to(self, *args, **kwargs) -> Mask:
         device = torch.empty(0).to(*args, **kwargs).device
@@ -83,6 +87,7 @@ class Dense(_Data):
     """A given rule per pair: `values` bool (B or 1, T, S), True = visible. A (B, 1, T, S) mask loses its head axis."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         values = self.values
         if values.dtype != torch.bool:
             raise HeadloomError(f"Dense takes a boolean mask (True = visible), not {values.dtype}")
@@ -112,35 +117,80 @@ class And(Mask):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Exactly(Mask):
+    """`mask` is all there is: a layer adds nothing to it.
+
+    Other masks only restrict what a layer shows by itself. Under this one the layer's own causality and window are
+    off, positions that start again open no documents, and the padding and documents that a cache remembers hide
+    nothing: the mask is over the cache and this call. What the caller states beside it, by `&`, `padding=` or
+    `documents=`, still holds.
+
+    >>> sort_rules(Exactly(Window(3)), causal=True, window=2).causal
+    False
+    """
+
+    mask: Mask
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise HeadloomError(
+                f"Exactly takes a mask, not a {type(self.mask).__name__}: wrap booleans (B, T, S) as "
+                "hl.Exactly(hl.Dense(visible))"
+            )
+
+    def to(self, *args, **kwargs) -> Mask:
+        return Exactly(self.mask.to(*args, **kwargs))
+
+    def visible(self, query_index: Tensor, key_index: Tensor) -> Tensor:
+        return self.mask.visible(query_index, key_index)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rules:
-    """A joined mask sorted by what its parts need: structure, token data, or pairs."""
+    """A joined mask sorted by what its parts need: structure, token data, or pairs.
+
+    exact: nothing is added to what was given (`Exactly`).
+    """
 
     causal: bool = False
     window: int | None = None
     documents: Tensor | None = None
     padding: Tensor | None = None
     pairs: tuple[Mask, ...] = ()
+    exact: bool = False
 
 
 def sort_rules(mask: Mask | None, *, causal: bool, window: int | None) -> Rules:
-    """Join `mask` with a module's own causality and window: a given mask never loosens them."""
+    """Join `mask` with a module's own causality and window: only `Exactly` loosens them, by leaving them out."""
+    parts = list(mask.parts()) if mask is not None else []
+    exact = any(isinstance(part, Exactly) for part in parts)
+    if exact:
+        causal, window = False, None
     documents = padding = None
     pairs: list[Mask] = []
-    for part in mask.parts() if mask is not None else ():
+    for part in itertools.chain.from_iterable(map(_inside, parts)):
         if isinstance(part, Causal):
             causal = True
         elif isinstance(part, Window):
             window = part.width if window is None else min(window, part.width)
         elif isinstance(part, Documents):
-            documents = _only("documents", documents, part.values)
+            documents = given_once("documents", documents, part.values)
         elif isinstance(part, Padding):
             padding = part.values.bool() if padding is None else padding & part.values.bool()
         else:
             pairs.append(part)
-    return Rules(causal, window, documents, padding, tuple(pairs))
+    return Rules(causal, window, documents, padding, tuple(pairs), exact)
 
 
-def _only(name: str, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+def _inside(part: Mask) -> Iterator[Mask]:
+    if isinstance(part, Exactly):
+        yield from itertools.chain.from_iterable(map(_inside, part.mask.parts()))
+    else:
+        yield part
+
+
+def given_once(name: str, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """The one of two that was given. Raises HeadloomError for both."""
     if first is not None and second is not None:
         raise HeadloomError(f"{name} came twice (as an argument and inside mask=, or two in one mask); give them once")
     return second if first is None else first
@@ -183,6 +233,14 @@ class Visibility:
             pairs = visible if pairs is None else pairs & visible
         return cls(T, S, rules.causal, rules.window, documents_BS, pairs)
 
+    def looks_ahead(self, device: torch.device) -> Tensor | bool:
+        """Whether a query sees a later key; where that is in a tensor's values, a boolean tensor."""
+        if self.causal or self.S == 1:
+            return False
+        query = torch.arange(self.past, self.S, device=device)[:, None]
+        later = torch.arange(self.S, device=device) > query
+        return (self.dense(device=device) & later).any()
+
     def reach(self, first: int, last: int) -> tuple[int, int]:
         """The keys start..end that causality and the window leave to the query rows first..last."""
         W = self.S if self.window is None else self.window
@@ -209,16 +267,28 @@ class Visibility:
         return out
 
 
+def refuse(wrong: Tensor | bool, why: str) -> None:
+    """Raise HeadloomError(why) if `wrong`. A compiled call cannot read a tensor: its graph raises RuntimeError(why)."""
+    if isinstance(wrong, Tensor) and wrong.is_meta:
+        return
+    if isinstance(wrong, Tensor) and torch.compiler.is_compiling():
+        torch._assert_async(~wrong, why)
+    elif wrong:
+        raise HeadloomError(why)
+
+
 def expand_pseudo(visible_BTS: Tensor, past: int, pseudo: int, virtual: bool) -> Tensor:
     """Token visibility -> pseudo-token visibility (B, T P, S P), rows starting at key index `past`.
 
     All P pseudo-tokens of a token share what the token sees, except that in virtual order (causal on the expanded
-    sequence) a pseudo-query does not see the later pseudo-keys of its own token.
+    sequence) a pseudo-query does not see the later pseudo-keys of its own token. That order is the mechanism's own: a
+    mask speaks of tokens, so it holds under `Exactly` too.
     """
     if pseudo == 1:
         return visible_BTS
     out = visible_BTS.repeat_interleave(pseudo, 1).repeat_interleave(pseudo, 2)
     if virtual:
         query = torch.arange(out.shape[1], device=out.device)[:, None] + past * pseudo
-        out = out & (torch.arange(out.shape[2], device=out.device)[None, :] <= query)
+        key = torch.arange(out.shape[2], device=out.device)
+        out = out & ((key <= query) | (key // pseudo != query // pseudo))
     return out

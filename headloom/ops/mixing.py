@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 class Mix(nn.Module):
     """One weight that mixes heads. A module and not a bare parameter: PEFT saves and swaps modules, so read
-    `.weight` at each call. It stays in float32 when the model is cast to a half type: rounding it would lose the
+    `.weight` at each call. It is float32 at least, made in a half type or cast to one: rounding it would lose the
     zero sums that make an init exact.
     """
 
     def __init__(self, *shape: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(*shape))
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.weight = nn.Parameter(torch.empty(*shape, dtype=wide))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mix:
         def keep_wide(x: Tensor) -> Tensor:

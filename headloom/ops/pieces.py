@@ -238,7 +238,7 @@ def lower(visibility: Visibility, batch: int, pseudo: int = 1, virtual: bool = F
 
     Token data is read eagerly; while compiling (or on the meta device) it has no values, so only structure lowers.
     """
-    if visibility.pairs_BTS is not None:
+    if visibility.pairs_BTS is not None or (virtual and pseudo > 1 and not visibility.causal):
         return None
     T, S, past = visibility.T, visibility.S, visibility.past
     common = (visibility.causal, visibility.window, pseudo, virtual)

@@ -19,10 +19,12 @@ def place(
     positions: Tensor | None,
     padding: Tensor | None,
     documents: Tensor | None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(positions (1 or B, T), documents (B, T) or None) of a call after `past` cached tokens.
 
-    Without document ids, a position that does not exceed that of the real token before it opens a new document.
+    Without document ids the tokens go on in the document of the last real cached one, and a position that does not
+    exceed that of the real token before it opens a new one, unless the call's mask is `exact`.
     """
     given = positions is not None
     positions = torch.arange(past, past + T, device=device) if positions is None else positions
@@ -36,8 +38,11 @@ def place(
         documents = documents.unsqueeze(0).expand(B, -1) if documents.dim() == 1 else documents
         _check("documents", documents, (B,), (T, past + T))
         documents = documents[:, -T:]
-    elif given:
+    elif given and not exact:
         documents = restarts(positions, real, held)
+    elif held is not None and held.documents_BS is not None:
+        documents = _last(held, positions.expand(B, -1))[1]
+        documents = None if documents is None else documents.expand(-1, T)
     if real is not None:
         documents = torch.zeros(B, T, dtype=torch.long, device=device) if documents is None else documents
         documents = documents.expand(B, -1).masked_fill(~real, -1)
@@ -93,6 +98,7 @@ def cover(documents_BS: Tensor | None, padding: Tensor | None, batch: int, S: in
 
 
 def _check(name: str, x: Tensor, rows: tuple[int, ...], lengths: tuple[int, ...]) -> None:
-    if x.dim() != 2 or x.shape[0] not in rows or x.shape[1] not in lengths:
+    fits = x.dim() == 2 and any(x.shape[0] == n for n in rows) and any(x.shape[1] == n for n in lengths)
+    if not fits:  # compared one by one, because `in` does not compare a compiler's sizes
         allowed = " or ".join(f"({b}, {t})" for b in dict.fromkeys(rows) for t in dict.fromkeys(lengths))
         raise HeadloomError(f"{name} must have shape {allowed}, not {tuple(x.shape)}")

@@ -5,11 +5,30 @@ No torch here.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headloom.core.errors import HeadloomError, near
+
+EVALUATIONS = 10
+"""Validations along the way, of a run that is not told how many."""
+EVALUATION_SHARE = 0.1
+"""What they may cost together, as a share of the run's training."""
+
+
+def evaluation_bytes(tokens_trained: int, evaluations: int) -> int:
+    """How much validation text the evaluations along a run may read each time: the largest power of two of bytes with
+    which all of them together cost at most a tenth of the training, and at least 1024: less text would say nothing.
+
+    A forward pass costs a third of a training step, and a token stands for a byte or more.
+
+    >>> evaluation_bytes(300 * 8 * 127, 10)  # 304,800 tokens: 0.1 * 3 * 304,800 / 10 = 9,144
+    8192
+    """
+    allowed = 3 * EVALUATION_SHARE * tokens_trained / max(1, evaluations)
+    return 2 ** max(10, math.floor(math.log2(max(1.0, allowed))))
 
 
 class LayerSpec(BaseModel):
@@ -34,8 +53,8 @@ class Recipe(BaseModel):
     """How a model is trained, whatever the model: data, optimizer, machine and measurements.
 
     Values left at None are resolved by `train` and written resolved: `vocab_size` (the tokenizer's), `threads`,
-    `device`, `eval_batch_size` (the batch size of one accumulation step), `fingerprint` (the data's; when given it is
-    checked).
+    `device`, `eval_batch_size` (the batch size of one accumulation step), `fingerprint` and `evaluation_bytes` (the
+    data's; when given they are checked).
 
     Raises HeadloomError, one line, for unknown fields, wrong types, and values that do not go together.
     """
@@ -74,7 +93,12 @@ class Recipe(BaseModel):
         default=False, description="keep no activations, compute them again in the backward pass"
     )
     # the measurements
-    eval_every: int | None = Field(default=None, ge=1, description="steps between validations; None: at the end only")
+    evaluations: int = Field(
+        default=0, ge=0, description="validations along the way, evenly spaced, besides the one at the end"
+    )
+    evaluation_bytes: int | None = Field(
+        default=None, ge=1, description="of the part of the validation text that those along the way read"
+    )
     eval_batch_size: int | None = Field(default=None, ge=1)
 
     def __init__(self, **values: Any) -> None:
@@ -102,6 +126,19 @@ class Recipe(BaseModel):
         """Rows of one forward pass."""
         return self.batch_size // self.accumulation_steps
 
+    @property
+    def tokens_trained(self) -> int:
+        """Tokens predicted in the whole run."""
+        return self.steps * self.batch_size * (self.tokens - 1)
+
+    @property
+    def evaluation_steps(self) -> tuple[int, ...]:
+        """The steps after which the model is evaluated for its curve: `evaluations` of them, evenly spaced before the
+        end, and the last step. None at all where `evaluations` is 0."""
+        parts = self.evaluations + 1
+        ends = {-(-part * self.steps // parts) for part in range(1, parts + 1)}
+        return tuple(sorted(ends)) if self.evaluations else ()
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dictionary; `RunConfig(**that)` gives it back."""
         return self.model_dump(mode="json")
@@ -125,6 +162,7 @@ class RunConfig(Recipe):
     rope_theta: float | None = Field(default=10000.0, gt=0)
     rope_scaling: dict[str, Any] | None = None
     norm_eps: float = Field(default=1e-6, gt=0)
+    evaluations: int = Field(default=EVALUATIONS, ge=0, description=Recipe.model_fields["evaluations"].description)
 
     def __init__(self, **values: Any) -> None:  # for type checkers: specs come in any form that LayerSpec reads
         super().__init__(**values)

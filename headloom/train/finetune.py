@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from headloom import hf
 from headloom.core.errors import HeadloomError
-from headloom.core.files import write_json
+from headloom.core.files import saying_when_full, write_json
 from headloom.core.locks import LOCK, locked
 from headloom.data import Corpus, TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
@@ -50,6 +50,7 @@ class Progress(Protocol):
     """What is told while it runs; `headloom.lab.progress.Bar` serves."""
 
     def stage(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
     def start(self, runs: int, steps: int, done: int) -> None: ...
     def run(self, name: str, number: int) -> None: ...
     def step(self, number: int, step: int, loss: float) -> None: ...
@@ -97,9 +98,11 @@ def finetune(
     data = prepare(corpus, tokenizer, context=first.tokens, validation_bytes=validation_bytes)
     asked = {"fingerprint": data.fingerprint, "runs": [config.to_dict() for config in configs.values()]}
     _check(out, asked)
-    with locked(out):
+    with locked(out), saying_when_full(out):
         done = {key for key, run in configs.items() if _finished(_folder(out, *key), resolve(run, data, tokenizer))}
         if progress:
+            for note in data.notes:
+                progress.note(note)
             progress.start(len(configs), first.steps, len(done))
         for number, (key, config) in enumerate(configs.items(), start=1):
             if key in done:
@@ -232,6 +235,7 @@ def _result(out: Path, configs: Runs, data: TokenData) -> dict[str, Any]:
     shared = next(iter(configs.values()))
     found = {
         "data": data.title,
+        "notes": list(data.notes),
         "fingerprint": data.fingerprint,
         "settings": {k: v for k, v in shared.to_dict().items() if k not in ("name", "seed", "model", "graft")},
         "complete": sum(len(arm["runs"]) for arm in arms.values()) == len(configs),

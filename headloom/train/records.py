@@ -3,11 +3,13 @@
 config.json     the resolved configuration           metrics.jsonl   one JSON object a line, flushed as it happens
 result.json     there if and only if the run is complete             failure.json   why it stopped, if it did
 mixes.npz       the learned mixes after training, by the parameter's name; absent where there are none
+pictures.npz    what a report shows of the weights, before and after training (headloom.train.weights); likewise
 checkpoints/    while it runs: what it goes on from after a kill     tracking/      what --track writes
 
-Lines of metrics.jsonl, one "train" a step and one "eval" a validation, the last step always among them:
+Lines of metrics.jsonl: one "train" a step; one "curve" for each evaluation along the way and one for the last step, all
+on the same part of the validation text; one "eval" at the end, on the whole of it:
     {"kind": "train", "step", "tokens", "flops", "seconds", "loss", "learning_rate", "grad_norm"}
-    {"kind": "eval", "step", "tokens", "flops", "seconds", "bits_per_byte", "validation_loss"}
+    {"kind": "curve" or "eval", "step", "tokens", "flops", "seconds", "bits_per_byte", "validation_loss"}
 tokens: predicted so far. flops: of training so far, null where the caller did not say what a token costs. seconds: of
 training so far. loss: nats per token.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,7 +31,23 @@ from headloom.core.errors import HeadloomError
 from headloom.core.files import read_json, write_json, write_text
 from headloom.core.heap import freed_memory
 
-CONFIG, METRICS, RESULT, FAILURE, MIXES = "config.json", "metrics.jsonl", "result.json", "failure.json", "mixes.npz"
+CONFIG, METRICS, RESULT, FAILURE = "config.json", "metrics.jsonl", "result.json", "failure.json"
+MIXES, PICTURES = "mixes.npz", "pictures.npz"
+
+
+class CurvePoint(BaseModel):
+    """Held-out quality after `step` steps and `seconds` of training, on the part of the text read along the way."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    seconds: float
+    bits_per_byte: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> CurvePoint:
+        """From a line of metrics.jsonl."""
+        return cls(**{name: record[name] for name in cls.model_fields})
 
 
 class RunResult(BaseModel):
@@ -39,10 +57,12 @@ class RunResult(BaseModel):
         bits_per_byte, validation_loss (nats per token), perplexity, validation_tokens, validation_bytes: at the end,
         on the validation split.
         validation_text: the rules of that measurement in one line.
+        notes: what people should know about the data before they trust a number; mostly empty.
+        curve: held-out quality along the way and at the end; empty where none was asked for. curve_text: its rules.
         selection_bits_per_byte: on the split that learning rates are chosen by, None where there is none.
         weights: SHA-256 of the trained weights.
         parameters: trainable numbers, tied ones once. train_loss: of the last step. tokens: predicted in training.
-        train_seconds: training alone, without validation, records and callbacks. eval_seconds: of the last validation.
+        train_seconds: training alone, without validation, records and callbacks. eval_seconds: of the one at the end.
         step_time_seconds: median wall time of a step without the first `warm_steps`, with the quartiles beside it.
         tokens_per_second: predicted tokens of a step / step_time_seconds.
         score_paths: how often each score path ran ("fused", "blocks").
@@ -61,6 +81,9 @@ class RunResult(BaseModel):
     validation_tokens: int
     validation_bytes: int
     validation_text: str
+    notes: tuple[str, ...] = ()
+    curve: tuple[CurvePoint, ...] = ()
+    curve_text: str = ""
     selection_bits_per_byte: float | None
     weights: str
     parameters: int

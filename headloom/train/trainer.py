@@ -18,7 +18,7 @@ from headloom.data.packing import TrainingRows
 from headloom.evaluate.bits import BitsPerByte
 from headloom.train import sharding
 from headloom.train.config import Recipe
-from headloom.train.records import Metrics, world_size
+from headloom.train.records import CurvePoint, Metrics, world_size
 
 ParameterGroups = Callable[[torch.nn.Module, float], list[dict[str, Any]]]
 Progress = Callable[[int, int, float], None]
@@ -168,8 +168,10 @@ class Recorder(TrainerCallback):
 
     Args:
         metrics: None in the processes of a run that do not write.
+        evaluate: measures the whole validation text, at the end.
+        evaluate_part: measures the part of it that is read along the way; None where that is the whole.
         flops_per_token: what a predicted token costs in training, for the records.
-        before: the "train" records of the steps made before, when a run goes on.
+        before: the records of the steps made before, when a run goes on.
     """
 
     def __init__(
@@ -179,14 +181,19 @@ class Recorder(TrainerCallback):
         evaluate: Callable[[], BitsPerByte],
         on_progress: Progress | None,
         *,
+        evaluate_part: Callable[[], BitsPerByte] | None = None,
         flops_per_token: float | None = None,
         before: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.run, self._metrics, self._evaluate, self._on_progress = run, metrics, evaluate, on_progress
+        self._evaluate_part, self._curve_steps = evaluate_part, frozenset(run.evaluation_steps)
         self._flops_per_token = flops_per_token
-        ends = [0.0, *(record["seconds"] for record in before)]
+        made = [record for record in before if record["kind"] == "train"]
+        ends = [0.0, *(record["seconds"] for record in made)]
         self.step_seconds: list[float] = [end - start for start, end in itertools.pairwise(ends)]
-        self.train_loss = before[-1]["loss"] if before else math.nan
+        self.train_loss = made[-1]["loss"] if made else math.nan
+        self.curve = [CurvePoint.of(record) for record in before if record["kind"] == "curve"]
+        self.curve_text = ""
         self.eval_seconds = 0.0
         self.final: BitsPerByte | None = None
         self.tell: Callable[[dict[str, float]], None] | None = None  # what validations are told to besides
@@ -234,9 +241,7 @@ class Recorder(TrainerCallback):
                 )
         self.train_loss = loss
         self._write("train", step, seconds, loss=loss, learning_rate=rate, grad_norm=norm)
-        every = self.run.eval_every
-        if step == self.run.steps or (every is not None and step % every == 0):
-            self._validate(step, seconds)
+        self._validate(step, seconds)
         if self._on_progress is not None:
             self._on_progress(step, self.run.steps, loss)
         self.start_clock()
@@ -250,9 +255,20 @@ class Recorder(TrainerCallback):
             )
 
     def _validate(self, step: int, seconds: float) -> None:
-        start = self._now()
-        measured = self._evaluate()
-        self.eval_seconds = self._now() - start
+        """The curve where a point of it is due, and the whole text at the end."""
+        last, part = step == self.run.steps, self._evaluate_part
+        if last:
+            start = self._now()
+            self.final = self._measured("eval", self._evaluate, step, seconds)
+            self.eval_seconds = self._now() - start
+        if step in self._curve_steps:
+            whole = self.final
+            again = part or (self._evaluate if whole is None else lambda: whole)
+            self.curve_text = self._measured("curve", again, step, seconds).text
+
+    def _measured(self, kind: str, evaluate: Callable[[], BitsPerByte], step: int, seconds: float) -> BitsPerByte:
+        """Measure, refuse what is not finite, and record it."""
+        measured = evaluate()
         if not math.isfinite(measured.nll_per_token):
             raise RunError(
                 f"run '{self.run.name}' stopped at step {step} of {self.run.steps}: "
@@ -261,9 +277,12 @@ class Recorder(TrainerCallback):
             )
         bits, loss = measured.bits_per_byte, measured.nll_per_token
         if self.tell is not None:
-            self.tell({"eval_bits_per_byte": bits, "eval_loss": loss})
-        self._write("eval", step, seconds, bits_per_byte=bits, validation_loss=loss)
-        self.final = measured
+            prefix = "eval_" if kind == "eval" else "eval_curve_"
+            self.tell({f"{prefix}bits_per_byte": bits, f"{prefix}loss": loss})
+        self._write(kind, step, seconds, bits_per_byte=bits, validation_loss=loss)
+        if kind == "curve":
+            self.curve.append(CurvePoint(step=step, seconds=seconds, bits_per_byte=bits))
+        return measured
 
     def _now(self) -> float:
         if self.run.device == "cuda":

@@ -15,7 +15,7 @@ from headloom.attention.schedules import schedules
 from headloom.bench.catalogue import SIZES, entries, grafts_exactly
 from headloom.bench.formula import Size, cache_formula
 from headloom.cli.app import app
-from headloom.cli.names import LINES, _texts, described
+from headloom.lab.names import LINES, _texts, described
 from headloom.lab.variants import defaults
 
 PAGE = Path(headloom.__file__).parent.parent / "docs" / "mechanisms.md"
@@ -105,7 +105,7 @@ def test_lines_of_a_class(source, expected):
 
 
 def test_a_class_that_computes_its_lines_is_asked(monkeypatch):
-    monkeypatch.setattr("headloom.cli.names._texts", lambda node: {"name": "x"})
+    monkeypatch.setattr("headloom.lab.names._texts", lambda node: {"name": "x"})
     assert [lines["name"] for lines in described()[0]] == list(mechanisms())
 
 
@@ -132,10 +132,36 @@ def test_import_adds_two_modules():
 def test_table_json_and_wrong_calls():
     done = call("list", "--costs")
     assert done.exit_code == 0
-    for part in ("graft keeps", "2 H K = 1,536", "schedule hybrid: ", "arXiv:2602.21371"):
+    for part in (
+        "graft keeps",
+        "2 H K = 1,536",
+        "schedule hybrid: ",
+        "arXiv:2602.21371",
+        "iha is measured with pseudo_heads=2",
+    ):
         assert part in done.stdout
     rows = {row["name"]: row for row in json.loads(call("list", "--costs", "--json").stdout)}
     assert rows["mha"]["cache"] == "2 H K = 1,536" and rows["mha"]["grafts"] is True
     assert rows["mha"]["cache_elements"] == 1536 and rows["mha"]["scores"] == 1.0
     both = call("list", "--json", "--markdown")
     assert both.exit_code == 2 and "cannot go together" in both.stderr
+
+
+def test_the_options_of_one():
+    done = call("list", "iha")
+    assert done.exit_code == 0
+    text = " ".join(done.stdout.split())
+    assert "pseudo_heads an int or None; default none; in comparisons 2 P: pseudo-heads of each head." in text
+    assert "4: FLOPs x" in text and "scores x 4" in text and "paired: FLOPs x" in text
+    assert text.index("init_std") < text.index("Options of all mechanisms") < text.index("hidden_size")
+    found = {row["name"]: row for row in json.loads(call("list", "bilinear", "--json").stdout)}
+    assert found["channels"]["own"] and found["channels"]["costs"]["4"]["parameters"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["list", "ihaa"], "Did you mean 'iha'?"), (["list", "iha", "--costs"], "--markdown and --costs are for all")],
+)
+def test_wrong_calls_of_list(arguments, message):
+    done = call(*arguments)
+    assert done.exit_code == 2 and message in done.stderr

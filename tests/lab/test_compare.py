@@ -53,7 +53,6 @@ def test_every_run_is_made_seed_by_seed(made, told):
         folder = made.folder / run["folder"]
         result = json.loads((folder / "result.json").read_text())
         assert result["bits_per_byte"] == run["bits_per_byte"]
-        assert result["machine"].get("freed_memory") != "returned", "its process kept freed memory"
         losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in losses if line.get("kind") == "train"] == [1, 2, 3]
         config = json.loads((folder / "config.json").read_text())
@@ -84,6 +83,37 @@ def test_the_result_is_computed_from_the_runs(made):
     assert "over 2 seeds at equal parameters (within 0.5 %)" in made.headlines[0]
     assert reference["step_time"]["median"] > 0
     assert other["step_ratio"] == other["step_time"]["median"] / reference["step_time"]["median"]
+
+
+def test_every_variant_is_read_at_the_references_time(made):
+    """Of three steps: after each of them, on all 1,024 bytes at most of the held-out text, and between them by time."""
+    reference, other = made.results["variants"]
+    curves = {}
+    for run in made.results["runs"]:
+        lines = (made.folder / run["folder"] / "metrics.jsonl").read_text().splitlines()
+        points = [record for record in map(json.loads, lines) if record["kind"] == "curve"]
+        assert [point["step"] for point in points] == [1, 2, 3]
+        assert json.loads((made.folder / run["folder"] / "config.json").read_text())["evaluation_bytes"] == 1024
+        curves[run["variant"], run["seed"]] = [point["bits_per_byte"] for point in points]
+    at_end = {str(seed): curves["mha", seed][2] for seed in (0, 1)}
+    assert reference["at_time"]["bits_per_byte"]["values"] == at_end
+    ratio = reference["step_time"]["median"] / other["step_time"]["median"]
+    step = 3 * ratio
+    read = other["at_time"]
+    assert read["step"] == pytest.approx(step) and read["seconds"] == 3 * reference["step_time"]["median"]
+    for seed in (0, 1):
+        curve = curves["iha", seed]
+        before = max(1, min(2, int(step)))
+        expected = curve[before - 1] + (step - before) * (curve[before] - curve[before - 1])
+        expected = curve[2] if step >= 3 else expected
+        if step >= 1:
+            assert read["bits_per_byte"]["values"][str(seed)] == pytest.approx(expected)
+    assert "bits per byte are those of a fixed part of the validation text (1,024 bytes)" in str(made.results["notes"])
+    (pair,) = made.results["pairs"]
+    assert (pair["variant"], pair["other"]) == ("mha", "iha") and pair["bits"]["n"] == 2
+    assert pair["time"]["low"] <= pair["time"]["high"] and len(other["step_time"]["samples"]) == 9
+    assert other["difference"]["more_seeds"] >= 0
+    assert made.results["time_summary"] == "" or made.results["time_summary"] in made.headlines
 
 
 def test_costs_are_of_the_whole_model(made):
@@ -137,7 +167,7 @@ def test_the_same_study_again_keeps_every_run(made, small):
 
 def test_another_study_is_refused(made, small):
     before = (made.folder / "study.json").read_bytes()
-    with pytest.raises(HeadloomError, match=r"holds another study \(.*spec.variants.*there.*choose another --out"):
+    with pytest.raises(HeadloomError, match=r"holds another study \(steps 3 there, 4 here\), .*choose another --out"):
         compare(TWO, out=made.folder, **{**small, "steps": 4})
     assert (made.folder / "study.json").read_bytes() == before
 
@@ -210,7 +240,7 @@ def test_a_diverging_loss_fails_the_run_and_leaves_it_readable(small, tmp_path):
         assert "stopped at step" in run["reason"]
         assert "lower learning rate" in run["reason"]
         lines = (comparison.folder / run["folder"] / "metrics.jsonl").read_text().splitlines()
-        assert all(json.loads(line)["loss"] > 0 for line in lines)
+        assert all(record["loss"] > 0 for record in map(json.loads, lines) if record["kind"] == "train")
 
 
 def test_one_seed_says_so(small, tmp_path):
@@ -292,3 +322,36 @@ def test_a_constant_state_is_said_beside_the_table(small, tmp_path):
     assert said == [
         "linear remembers 17,408 bytes a sequence, however long, besides what its tokens leave in the cache."
     ]
+
+
+def test_what_people_should_know_of_the_data_is_said_first_and_recorded(small, tmp_path):
+    rows = [f"the {i} foxes jump over {i * i % 97} dogs" for i in range(40)]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "t.csv").write_text("text,body\n" + "".join(f"wrong,{row}\n" for row in rows))
+    (tmp_path / "set" / "a.bin").write_bytes(b"\0")
+    told = Told()
+    given = {**small, "data": tmp_path / "set", "text_column": "body", "seeds": 1}
+    found = compare(TWO, out=tmp_path / "s", progress=told, **given)
+    first, second = found.results["notes"][:2]
+    assert first == "left out of folder 'set': not UTF-8 text 1 (.bin 1)"
+    assert "warning: little text" in second and told.notes[:2] == [first, second]
+    study = json.loads((found.folder / "study.json").read_text())
+    assert study["data"]["title"].endswith(f"40 documents, {sum(map(len, rows)):,} bytes")
+    assert "--text-column body" in study["command"]
+    with pytest.raises(HeadloomError, match="no 'text' column; it has: body"):
+        (tmp_path / "set" / "t.csv").write_text("body\nx\n")
+        compare(TWO, out=tmp_path / "t", **{**given, "text_column": None})
+
+
+def test_a_tokenizer_that_loses_text_is_refused(small, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["?", "the", "quick", "fox", "over", "lazy", "box", "end"])}, "?")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="end").save_pretrained(tmp_path / "words")
+    with pytest.raises(HeadloomError, match=r"the tokenizer loses text: at least \d+"):
+        compare(TWO, out=tmp_path / "s", **{**small, "tokenizer": tmp_path / "words"})
+    assert not (tmp_path / "s").exists()

@@ -69,6 +69,7 @@ def test_documents_and_padding_by_sdpa(kind, forced):
         (5, 23, True, 3, 2, True, None),
         (7, 7, True, None, 3, False, None),
         (7, 7, False, 3, 2, False, None),
+        (5, 23, False, None, 2, True, None),
         (1, 23, True, 8, 2, True, None),
         (19, 19, True, 4, 2, False, "packed"),
         (3, 19, True, None, 2, True, "alternating"),

@@ -51,6 +51,12 @@ def test_documents_and_padding(kind, T):
             check(T, 19, causal, window, P, virtual, ROWS[kind], path=path)
 
 
+def test_order_within_a_token_without_causality():
+    """A mask that replaces causality leaves the virtual order of a token's own pseudo-tokens."""
+    for T, window in itertools.product((1, 5, 19), (None, 4)):
+        check(T, 19, False, window, 3, True, path="masked")
+
+
 @pytest.mark.parametrize("elements", [1, 200, 1 << 22])
 def test_masked_blocks(elements, monkeypatch):
     """Query blocks of any size, with past, window, documents: what a dense mask says."""

@@ -18,7 +18,7 @@ def sees(row: Row, s, n: int, p: int, n2: int, p2: int) -> bool:
         return False
     if not s.causal or s.order == "token":
         return True
-    return n2 * s.pseudo_heads + p2 <= n * s.pseudo_heads + p
+    return n2 != n or p2 <= p  # among causal tokens: n2 P + p2 <= n P + p
 
 
 def _mixed(mix, parts, h, p):

@@ -28,7 +28,7 @@ def pairs(T, S, causal, window, P, virtual, rows=None):
         i, document = S - T + t, [0] * S if rows is None else rows[b]
         if visible(i, n, document[i], document[n], document[i] >= 0, document[n] >= 0, causal, window):
             for p, p2 in itertools.product(range(P), range(P)):
-                out[b, t * P + p, n * P + p2] = not virtual or n * P + p2 <= i * P + p
+                out[b, t * P + p, n * P + p2] = not virtual or n != i or p2 <= p
     return out
 
 

@@ -46,6 +46,7 @@ def config(**changes: Any) -> RunConfig:
         "learning_rate": 3e-3,
         "threads": 1,
         "device": "cpu",
+        "evaluations": 0,
     }
     return RunConfig(**(fields | changes))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import random
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 import headloom as hl
 import headloom.train.run as run_module
+import headloom.train.trainer as trainer_module
 from headloom import hf
 from headloom.core.errors import HeadloomError
 from headloom.data import TrainingRows
@@ -181,28 +184,66 @@ def test_clip_bounds_the_step_and_the_norm_is_that_before_clipping(run_tiny, mon
     assert all(record["grad_norm"] > 0.05 for record in lines(folder))
 
 
-def test_validation_points_are_written_and_change_nothing(run_tiny):
-    result, folder = run_tiny(eval_every=2, steps=5)
-    plain, without = run_tiny(steps=5)
-    points = lines(folder, "eval")
-    assert [point["step"] for point in points] == [2, 4, 5]
-    assert points[-1]["bits_per_byte"] == result.bits_per_byte == plain.bits_per_byte
-    assert points[0]["bits_per_byte"] != points[-1]["bits_per_byte"]
-    assert [r["loss"] for r in lines(folder)] == [r["loss"] for r in lines(without)]
-    assert [point["step"] for point in lines(without, "eval")] == [5]
+@pytest.mark.parametrize("part", [None, 200])
+def test_evaluations_along_the_way_are_written_and_change_nothing(tmp_path, data, tokenizer, make_config, part):
+    """Bit for bit, with dropout drawn from the random state, and with a last row shorter than the others."""
+    whole = data.validation
+    short = whole if part is None else dataclasses.replace(whole, ids=whole.ids[: part + 1], bytes=part)
+    data = dataclasses.replace(data, leading=short)
+    run = make_config(specs=[("iha", {"pseudo_heads": 2, "dropout": 0.1})], steps=7, evaluations=3)
+    result = train(run, data, tokenizer, tmp_path / "with")
+    plain = train(make_config(**{**run.model_dump(), "evaluations": 0}), data, tokenizer, tmp_path / "without")
+    assert result.weights == plain.weights and result.bits_per_byte == plain.bits_per_byte
+    without = [{**record, "seconds": 0} for record in lines(tmp_path / "without")]
+    assert [{**record, "seconds": 0} for record in lines(tmp_path / "with")] == without
+
+    points = lines(tmp_path / "with", "curve")
+    assert [point["step"] for point in points] == [2, 4, 6, 7]  # quarters of 7 steps, upwards
+    assert [point["tokens"] for point in points] == [step * 4 * 15 for step in (2, 4, 6, 7)]
+    assert len({point["bits_per_byte"] for point in points}) == 4
+    assert [point.model_dump() for point in result.curve] == [
+        {key: p[key] for key in ("step", "seconds", "bits_per_byte")} for p in points
+    ]
+    assert f"({part or whole.bytes:,} bytes)" in result.curve_text
+    assert (points[-1]["bits_per_byte"] == result.bits_per_byte) == (part is None)
+    assert [point["step"] for point in lines(tmp_path / "with", "eval")] == [7]
+    assert plain.curve == () and plain.curve_text == "" and lines(tmp_path / "without", "curve") == []
+    assert json.loads((tmp_path / "with" / "config.json").read_text())["evaluation_bytes"] == short.bytes
+    with pytest.raises(HeadloomError, match=r"evaluation_bytes 9, but its data .* on \d+ bytes"):
+        resolve(run.model_copy(update={"evaluation_bytes": 9}), data, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("steps", "evaluations", "after"),
+    [
+        (300, 10, [28, 55, 82, 110, 137, 164, 191, 219, 246, 273, 300]),
+        (3, 10, [1, 2, 3]),
+        (9, 2, [3, 6, 9]),
+        (9, 0, []),
+    ],
+)
+def test_evaluations_are_spread_evenly_and_end_with_the_run(make_config, steps, evaluations, after):
+    assert list(make_config(steps=steps, evaluations=evaluations).evaluation_steps) == after
 
 
 def test_the_clock_leaves_out_validation_and_callbacks(run_tiny, monkeypatch):
+    """On a clock that goes on by a second at every look, by 100 in a validation and by 1000 in a callback."""
+    now = 0.0
+
+    def passes(seconds):
+        nonlocal now
+        now += seconds
+        return now
+
     def slow_measure(*args, **kwargs):
-        time.sleep(0.2)
+        passes(100.0)
         return bits_per_byte(*args, **kwargs)
 
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: passes(1.0)))
     monkeypatch.setattr(run_module, "bits_per_byte", slow_measure)
-    result, folder = run_tiny(eval_every=2, steps=8, on_progress=lambda step, steps, loss: time.sleep(0.15))
-    assert result.train_seconds < 1.0  # sleeps alone are 2 s
-    assert result.eval_seconds >= 0.2
-    seconds = [record["seconds"] for record in lines(folder)]
-    assert seconds == sorted(seconds) and seconds[-1] == result.train_seconds
+    result, folder = run_tiny(evaluations=3, steps=8, on_progress=lambda *_: passes(1000.0))
+    assert (result.train_seconds, result.eval_seconds) == (8.0, 101.0)
+    assert [record["seconds"] for record in lines(folder)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     assert result.step_time_low <= result.step_time_seconds <= result.step_time_high
     assert result.tokens_per_second == pytest.approx(4 * 15 / result.step_time_seconds)
     assert result.warm_steps == 4

@@ -12,6 +12,9 @@ class Gemma2(Decoder):
     name = "gemma2"
     attention = "Gemma2Attention"
 
+    def causal(self, config: Any) -> bool:
+        return not config.use_bidirectional_attention
+
     def common(self, config: Any, index: int) -> dict[str, Any]:
         if config.use_bidirectional_attention:
             raise HeadloomError(

@@ -20,9 +20,11 @@ class Gemma3(Decoder):
     def common(self, config: Any, index: int) -> dict[str, Any]:
         return {
             **super().common(config, index),
-            "causal": not config.use_bidirectional_attention,
             "scale": config.query_pre_attn_scalar**-0.5,  # no soft-cap: its attention does not apply the config's
         }
+
+    def causal(self, config: Any) -> bool:
+        return not config.use_bidirectional_attention
 
     def rope(self, config: Any, index: int) -> dict[str, Any]:
         return config.rope_parameters[config.layer_types[index]]

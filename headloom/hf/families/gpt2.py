@@ -30,6 +30,7 @@ class GPT2(Family):
             "num_heads": config.num_attention_heads,
             "num_kv_heads": config.num_attention_heads,
             "head_dim": head_dim,
+            "causal": self.causal(config),
             "dropout": float(config.attn_pdrop),
             "qkv_bias": True,
             "out_bias": True,

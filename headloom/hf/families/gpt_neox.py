@@ -24,6 +24,7 @@ class GPTNeoX(Family):
             "num_heads": config.num_attention_heads,
             "num_kv_heads": config.num_attention_heads,
             "head_dim": head_dim,
+            "causal": self.causal(config),
             "dropout": float(config.attention_dropout),
             "qkv_bias": config.attention_bias,
             "out_bias": config.attention_bias,

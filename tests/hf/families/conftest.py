@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from published import default_config, published_config
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -12,47 +13,6 @@ from headloom.attention import make_config
 from headloom.hf.classes import grafted_class
 from headloom.hf.family import families
 
-SIZES = {
-    "vocab_size": 37,
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 29,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
-GROUPED = {"num_key_value_heads": 2}
-WINDOWED = {**GROUPED, "sliding_window": 5}
-LAYERED = {**WINDOWED, "layer_types": KINDS}
-ROPES = {
-    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-}
-SHAPES = {
-    "llama": {**GROUPED, "head_dim": 10, "attention_bias": True},
-    "mistral": {**WINDOWED, "head_dim": 10},
-    "mixtral": {**WINDOWED, "head_dim": 10, "num_local_experts": 3},
-    "qwen2": {**LAYERED, "use_sliding_window": True},
-    "qwen3": {**LAYERED, "use_sliding_window": True, "head_dim": 10},
-    "olmo2": GROUPED,
-    "gemma2": {**LAYERED, "head_dim": 10, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0},
-    "gemma3_text": {**LAYERED, "head_dim": 10, "query_pre_attn_scalar": 7, "rope_parameters": ROPES},
-    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.67}},
-    "gpt2": {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True},
-    "bert": {},
-    "roberta": {},
-    "modernbert": {
-        "local_attention": 8,
-        "layer_types": KINDS,
-        "rope_parameters": ROPES,
-        "attention_bias": True,
-        "cls_token_id": 1,
-        "sep_token_id": 2,
-    },
-}
 FLAT = {"bert", "roberta", "modernbert"}  # encoders
 DROPOUTS = {"resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"}
 
@@ -73,13 +33,13 @@ def stir(model, seed=0):
     return model
 
 
-def build(name, head=None, **changes):
+def build(name, head=None, published=False, **changes):
+    """The family's default config, or a published checkpoint's, with small sizes; `changes` are of declared fields."""
     family = families()[name]
-    config = family.config_class()
-    values = {**SIZES, **SHAPES[name], **dict.fromkeys(DROPOUTS & set(config.__annotations__), 0.0), **changes}
+    config = (published_config if published else default_config)(name, **changes)
     heads = family.head_classes()
     cls = heads[head] if head else heads.get("AutoModelForMaskedLM", heads.get("AutoModelForCausalLM"))
-    model = cls(config(**values)).double()
+    model = cls(config).double()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the fast product of experts takes no float64
     return stir(model).eval()
@@ -119,6 +79,12 @@ def encoder(name):
 def base(name, model_of):
     """base(head, dtype=..., **changes): `model_of` this family."""
     return functools.partial(model_of, name)
+
+
+@pytest.fixture
+def still():
+    """still(name): a family's dropouts, switched off: for what is trained and compared."""
+    return lambda name: dict.fromkeys(DROPOUTS & set(families()[name].config_class().__dataclass_fields__), 0.0)
 
 
 @pytest.fixture

@@ -63,9 +63,9 @@ def test_packed_documents_are_apart(base, name, encoder, near, layers):
     x = torch.randint(3, 37, (1, 13), generator=torch.Generator().manual_seed(2))
     places = torch.cat((torch.arange(6), torch.arange(7)))[None]
     documents = (torch.arange(13) >= 6).long()[None]
-    if name == "roberta":
-        places = places + 1  # its positions start behind the padding token's id
     model = base()
+    if name == "roberta":
+        places = places + 1 + model.config.pad_token_id  # its positions start behind the padding token's id
     rows = torch.cat((logits(model, x[:, :6]), logits(model, x[:, 6:])), 1)
     if not encoder:
         near(logits(model, x, position_ids=places), rows)
@@ -238,9 +238,9 @@ def test_a_base_checkpoint_loads_into_the_graft_class(base, graft_class, batch, 
         assert 0.1 < apart.std() < 0.5
 
 
-def test_gradient_checkpointing(base, batch):
+def test_gradient_checkpointing(base, name, batch, still):
     x, mask = batch
-    model = base().train()
+    model = base(**still(name)).train()
     graft(model, IHA[0], **IHA[1])
     grads = []
     for on in (False, True):
@@ -275,8 +275,8 @@ def test_layouts_read_and_write(base, family):
     model = base()
     graft(model, IHA[0], **IHA[1])
     attention, layout = model.grafted()[1], family.layout
-    H, G = attention.config.num_heads, attention.config.num_kv_heads
-    x = torch.randn(2, 3, 24, dtype=torch.float64)
+    H, G, D = attention.config.num_heads, attention.config.num_kv_heads, attention.config.hidden_size
+    x = torch.randn(2, 3, D, dtype=torch.float64)
 
     def check():
         found = layout.weights(attention)
@@ -302,12 +302,12 @@ def test_layouts_read_and_write(base, family):
         if bias is None:
             with pytest.raises(HeadloomError, match="has no bias to hold"):
                 layout.write(attention, letter, changed, changed[:, 0])
-    wider = torch.randn(4 * before["k"][0].shape[0], 24, dtype=torch.float64)
+    wider = torch.randn(4 * before["k"][0].shape[0], D, dtype=torch.float64)
     if len(layout.inputs) == 3:
         layout.write(attention, "k", wider)
         assert torch.equal(layout.weights(attention)["k"][0], wider)
     else:
-        with pytest.raises(HeadloomError, match=r"k \(96, 24\) does not fit into .*, which holds \(24, 24\)"):
+        with pytest.raises(HeadloomError, match=rf"k \({4 * D}, {D}\) does not fit into .*, which holds \({D}, {D}\)"):
             layout.write(attention, "k", wider)
     output = family.output_of(family.layers(model)[1])
     assert output is (getattr(attention, layout.out) if layout.out else family.layers(model)[1].attention.output.dense)

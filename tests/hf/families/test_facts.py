@@ -39,13 +39,40 @@ def test_rotation_is_rounded_as_the_familys(base, family, dtype):
         assert torch.equal(attention.turn(x, positions, None), wanted)
 
 
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+WINDOWED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": KINDS, "num_key_value_heads": 2}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+PART = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}
 SWITCHES = {
-    "gpt2": [{"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": False}, {"scale_attn_weights": False}],
-    "gpt_neox": [{"use_parallel_residual": False}, {"attention_bias": False}],
-    "gemma3_text": [{"use_bidirectional_attention": True, "sliding_window": 8}, {"attn_logit_softcapping": 3.0}],
-    "modernbert": [{"attention_bias": False, "local_attention": 2}, {"classifier_pooling": "mean"}],
-    "qwen3": [{"attention_bias": True}],
-    "olmo2": [{"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}}],
+    "llama": [{"attention_bias": True, "head_dim": 10, "num_key_value_heads": 2}],
+    "mistral": [{"head_dim": 10}],
+    "mixtral": [{"sliding_window": 5, "head_dim": 10}],
+    "qwen2": [WINDOWED],
+    "gpt2": [
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_weights": False},
+        {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
+    ],
+    "gpt_neox": [{"use_parallel_residual": False}, {"attention_bias": False}, {"rope_parameters": PART}],
+    "gemma2": [{"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 7}],
+    "gemma3_text": [
+        {"use_bidirectional_attention": True, "sliding_window": 8},
+        {"attn_logit_softcapping": 3.0},
+        {"rope_parameters": ROPES, "query_pre_attn_scalar": 7},
+    ],
+    "modernbert": [
+        {"local_attention": 2},
+        {"classifier_pooling": "mean"},
+        {"attention_bias": True, "layer_types": KINDS, "rope_parameters": ROPES},
+    ],
+    "qwen3": [{"attention_bias": True}, WINDOWED],
+    "olmo2": [
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}},
+        {"num_key_value_heads": 2, "attention_bias": True},
+    ],
     "bert": [{"layer_norm_eps": 1e-3}],
 }
 
@@ -65,35 +92,53 @@ def test_switches(model_of, switched, number, layers):
 
 WINDOWS = {
     "mistral": [5, 5, 5],
-    "mixtral": [5, 5, 5],
-    "qwen2": [5, None, 5],
-    "qwen3": [5, None, 5],
     "gemma2": [5, None, 5],
     "gemma3_text": [5, None, 5],
-    "modernbert": [5, None, 5],  # |q - k| <= local_attention / 2 = 4
+    "modernbert": [None, 5, 5],  # |q - k| <= local_attention / 2 = 4
 }
+THETAS = {
+    "mixtral": [1e6] * 3,
+    "gemma3_text": [1e4, 1e6, 1e4],
+    "modernbert": [16e4, 1e4, 1e4],
+    "gpt2": [None] * 3,
+    "bert": [None] * 3,
+    "roberta": [None] * 3,
+}
+BIASED = {"gpt2", "gpt_neox", "bert", "roberta"}
 
 
-def test_fields(base, name, family):
+def test_fields(base, name):
     model = base()
     graft(model, **IHA)
     configs = [attention.config for attention in model.grafted()]
     assert [c.window for c in configs] == WINDOWS.get(name, [None] * 3)
     assert {c.causal for c in configs} == {name not in ("bert", "roberta", "modernbert")}
-    assert {c.softcap for c in configs} == {2.0 if name == "gemma2" else None}
-    head = 24 // 4
-    scales = {"gemma2": [7**-0.5] * 3, "gemma3_text": [7**-0.5] * 3, "gpt2": [head**-0.5 / i for i in (1, 2, 3)]}
-    assert [c.scale for c in configs] == scales.get(name, [None] * 3)
-    thetas = {"gemma3_text": [50.0, 300.0, 50.0], "modernbert": [50.0, 300.0, 50.0], "gpt_neox": [100.0] * 3}
-    if name in thetas:
-        assert [c.rope_theta for c in configs] == thetas[name]
-    assert configs[0].rotary_dim == (
-        4 if name == "gpt_neox" else None if configs[0].rope_theta is None else configs[0].head_dim
-    )
-    assert (configs[0].qkv_bias, configs[0].out_bias) == {
-        "qwen2": (True, False),
-        "llama": (True, True),
-    }.get(name, (name in ("gpt2", "gpt_neox", "bert", "roberta", "modernbert"),) * 2)
+    assert {c.softcap for c in configs} == {50.0 if name == "gemma2" else None}
+    assert {c.scale for c in configs} == {10**-0.5 if name in ("gemma2", "gemma3_text") else None}
+    assert [c.rope_theta for c in configs] == THETAS.get(name, [1e4] * 3)
+    rotary = {"gpt_neox": 2, "gpt2": None, "bert": None, "roberta": None}  # a quarter of eight features
+    assert {c.rotary_dim for c in configs} == {rotary.get(name, configs[0].head_dim)}
+    biases = (True, False) if name == "qwen2" else (name in BIASED,) * 2
+    assert {(c.qkv_bias, c.out_bias) for c in configs} == {biases}
+
+
+@pytest.mark.parametrize(
+    ("switched", "changes", "found"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, {"scale": [6**-0.5, 6**-0.5 / 2, 6**-0.5 / 3]}),
+        ("gpt2", {"scale_attn_weights": False}, {"scale": [1.0, 1.0, 1.0]}),
+        ("qwen2", WINDOWED, {"window": [5, None, 5]}),
+        ("qwen3", WINDOWED, {"window": [5, None, 5]}),
+        ("llama", {"attention_bias": True, "head_dim": 10}, {"out_bias": [True] * 3, "head_dim": [10] * 3}),
+        ("mixtral", {"sliding_window": 5}, {"window": [5] * 3}),
+        ("gemma2", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 7}, {"scale": [7**-0.5] * 3}),
+    ],
+)
+def test_fields_that_switches_set(model_of, switched, changes, found):
+    model = model_of(switched, **changes)
+    graft(model, **IHA)
+    for field, values in found.items():
+        assert [getattr(attention.config, field) for attention in model.grafted()] == values
 
 
 @pytest.mark.parametrize(
@@ -107,12 +152,12 @@ def test_fields(base, name, family):
         ("gemma3_text", {"attention_dropout": 0.5}),
     ],
 )
-def test_dropout_is_kept(model_of, dropping, changes):
+def test_dropout_is_kept(model_of, still, dropping, changes):
     """On the weights, and on the output where it stands inside the attention: in training only."""
-    model = model_of(dropping, dtype=torch.float32, **changes)
+    model = model_of(dropping, dtype=torch.float32, **{**still(dropping), **changes})
     graft(model, **IHA)
     attention = model.grafted()[0]
-    x = torch.randn(1, 6, 24)
+    x = torch.randn(1, 6, attention.config.hidden_size)
     with torch.no_grad():
         assert torch.equal(attention(x)[0], attention(x)[0])
         attention.train()
@@ -143,7 +188,12 @@ def test_positions_reach_modernbert(model_of):
             {"is_decoder": True, "add_cross_attention": True},
             "roberta model with is_decoder=True",
         ),
-        ("bert", "AutoModel", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
+        (
+            "bert",
+            "AutoModel",
+            {"published": True, "position_embedding_type": "relative_key"},
+            "position_embedding_type='relative_key'",
+        ),
         ("gpt2", "AutoModel", {"add_cross_attention": True}, "gpt2 model with add_cross_attention=True"),
         ("gpt2", "AutoModel", {"reorder_and_upcast_attn": True}, "gpt2 model with reorder_and_upcast_attn=True"),
         ("gemma2", "AutoModel", {"use_bidirectional_attention": True}, "whether it is causal depends"),

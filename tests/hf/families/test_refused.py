@@ -60,7 +60,11 @@ CASES = {
     "quantized": (quantized, IHA, "a quantized model cannot be grafted"),
     "range": (nothing, {**IHA, "layers": "0-3"}, "layer 3 does not exist: the model has 3 layers"),
     "sizes": (nothing, {"name": "sas", "simulated_heads": 6}, "simulated_heads must be a multiple of num_heads 4"),
-    "base": (nothing, {"name": "mla", "allow_change": True}, "layer 0: mla cannot stand|base 'mla' has as many"),
+    "base": (
+        nothing,
+        {"name": "mla", "allow_change": True},
+        "layer 0: mla cannot stand|base 'mla' has as many|layer 0's q_proj .* does not fit|qk_norm needs",
+    ),
     "kv": (nothing, {"name": "gqa", "num_kv_heads": 1, "allow_change": True}, "layer 0"),
     "window": (nothing, {**IHA, "window": 7}, "iha with window=7 does not start as"),
     "inexact": (nothing, {**IHA, "init": "normal"}, "init=normal does not start as"),
