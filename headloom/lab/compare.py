@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from headloom.lab.plan import Plan, make_plan
 from headloom.lab.progress import Progress
 from headloom.lab.resolve import resolve
 from headloom.lab.runner import Comparison, Interrupted, Runner
-from headloom.lab.sizes import Size
+from headloom.lab.sizes import Size, get_size
 from headloom.lab.spec import StudySpec, identity
 from headloom.lab.study import Budget, Engine, Study
 from headloom.lab.variants import Variant, parse_variants
@@ -80,10 +81,11 @@ def compare(
     progress = progress or Progress()
     with progress:
         progress.stage("reading the call")
-        parsed = parse_variants(variants, settings)
-        study = comparison_study(
-            parsed,
-            size,
+        if out is not None:
+            refuse_other(Path(out), lambda _: {})
+        make_study = partial(
+            comparison_study,
+            size=size,
             seeds=seeds,
             data=_data_name(data),
             text_column=text_column,
@@ -96,6 +98,9 @@ def compare(
             evaluations=evaluations,
             engine=engine,
         )
+        make_study([Variant("any")])  # what is wrong besides the variants is said before torch is imported for theirs
+        parsed = parse_variants(variants, settings)
+        study = make_study(parsed)
         spec = resolve(study, kind="compare", variants=parsed)
         return _run(study, spec, compare_command(spec), out, "headloom-compare", progress, report)
 
@@ -117,6 +122,8 @@ def run_study(
     progress = progress or Progress()
     with progress:
         progress.stage("reading the study")
+        if out is not None:
+            refuse_other(Path(out), lambda _: {})
         return _run(study, resolve(study), command, out, study.name, progress, report)
 
 
@@ -176,6 +183,7 @@ def comparison_study(
     engine: str = "local",
 ) -> Study:
     """A comparison as a study: equal parameters by the feed-forward width, equal steps, one learning rate."""
+    get_size(size)
     if type(seeds) is not int or not 1 <= seeds <= 1000:
         raise HeadloomError(f"seeds must be a number of seeds from 1 to 1000, not {seeds!r}")
     try:
