@@ -262,5 +262,5 @@ def test_the_report_never_imports_torch(tmp_path, make_study):
         "from headloom.report import write_report\n"
         f"write_report({str(tmp_path)!r})"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
     assert (tmp_path / "report.html").exists()
