@@ -24,8 +24,8 @@ TOKENS = 2048
 
 TERNARY = (
     'With `projection="bit"` the output projection rounds the result of attention to 255 levels. A cached and a full '
-    "pass add that result up in different orders; where it stands halfway between two levels, to the last bit, they may "
-    "take neighbouring ones, and the two passes then differ by one level in that token (about 1 token in 1,000 in "
+    "pass add that result up in different orders; where it stands halfway between two levels, to the last bit, they "
+    "may take neighbouring ones, and the two passes then differ by one level in that token (about 1 token in 1,000 in "
     "float32). Queries, keys and values are the same bit for bit."
 )
 """What ternary projections cannot promise."""

@@ -26,11 +26,12 @@ DEEP = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A mechanism or schedule with options, under the label that tables use."""
+    """A mechanism or schedule with options, under the label that tables use. notes: what is to be said of them."""
 
     label: str
     mechanism: str
     options: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Common:
         from headloom.lab.variants import parse_variants
 
         parsed = parse_variants(self.variants, self.settings or [], at_least=1)
-        return [Named(found.label, found.mechanism, dict(found.options)) for found in parsed]
+        return [Named(found.label, found.mechanism, dict(found.options), tuple(found.notes)) for found in parsed]
 
     def setting(self, repeats: int) -> Setting:
         from headloom.bench.setting import Setting
@@ -324,6 +324,7 @@ def _run(
             **how.to_dict(),
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
             "variants": {each.label: {"mechanism": each.mechanism, "options": dict(each.options)} for each in named},
+            "notes": [note for each in named for note in each.notes],
             **about,
             "rows": [],
             "skipped": [],

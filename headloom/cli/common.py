@@ -24,6 +24,13 @@ R = TypeVar("R")
 RUN_FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout and nothing else there.")]
+DATA_KINDS = (
+    "a text file, a table (.jsonl, .json, .csv, .tsv, .parquet), a folder of these, a folder that save_to_disk wrote, "
+    "or a Hugging Face data set"
+)
+TextColumn = Annotated[
+    str | None, typer.Option(help="Of tables and saved or hub data sets: the column with the text. Default: text.")
+]
 Size = Annotated[str, typer.Option("--size", help="tiny, small, 125M, 350M, 1.3B, 2.4B, 2.7B, 6.7B or 10.6B.")]
 
 

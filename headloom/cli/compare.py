@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headloom.cli.common import (
+    DATA_KINDS,
     INTERRUPTED,
     RUN_FAILED,
     Json,
     Size,
+    TextColumn,
     console,
     ends_with_status,
     only_json_on_stdout,
@@ -41,9 +43,8 @@ def compare(
     size: Size = "tiny",
     steps: Annotated[int | None, typer.Option(help="Training steps of every run. Default: the size's.")] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.")] = 3,
-    data: Annotated[
-        str, typer.Option(help="stdlib (Python's own source), a file, a folder, or a Hugging Face data set.")
-    ] = "stdlib",
+    data: Annotated[str, typer.Option(help=f"stdlib (Python's own source), {DATA_KINDS}.")] = "stdlib",
+    text_column: TextColumn = None,
     tokenizer: Annotated[str, typer.Option(help="bytes, bpe:4096, or a folder with a saved tokenizer.")] = "bytes",
     tokens: Annotated[int | None, typer.Option(help="Context in tokens. Default: the size's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: the size's.")] = None,
@@ -75,6 +76,7 @@ def compare(
                 steps=steps,
                 seeds=seeds,
                 data=data,
+                text_column=text_column,
                 tokenizer=tokenizer,
                 tokens=tokens,
                 batch_size=batch_size,

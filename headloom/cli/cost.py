@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,48 +12,90 @@ from headloom.cli.common import Json, Size, console, ends_with_status, print_jso
 
 if TYPE_CHECKING:
     from headloom.bench.cost import Cost
+    from headloom.lab.variants import Variant
+
+
+_AVERAGED = ("parameters", "flops_exact", "flops_full", "cache_bytes_per_token")
+"""What is said of a layer where layers differ."""
 
 
 @ends_with_status
 def cost(
-    variant: Annotated[
-        str, typer.Argument(help="A mechanism or schedule, with options after colons: iha:pseudo_heads=2.")
+    variants: Annotated[
+        str,
+        typer.Argument(help="A mechanism or schedule, with options after colons; several with commas: mha,iha,sas."),
     ],
     size: Size = "tiny",
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="pseudo_heads=2, hidden_size=768, num_heads=12, ... Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set", help="hidden_size=768, num_heads=12, ... for all; iha.pseudo_heads=2 for one name. Repeatable."
+        ),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Sequence length. Default: the size's context.")] = None,
     dtype: Annotated[str, typer.Option(help="The type of cache and weights: float32, bfloat16, ...")] = "float32",
     as_json: Json = False,
 ) -> None:
-    """Print what a mechanism costs: one attention layer, and the whole model of that size.
+    """Print what a mechanism costs, one attention layer and the whole model of that size; several side by side.
 
     FLOPs count 2 per multiply-add, forward, for one sequence; "full" counts all query-key pairs, "exact" the visible
-    ones only.
+    ones only. Options that nobody gives are those of comparisons.
     """
-    found = costs(variant, size=size, settings=settings or [], tokens=tokens, dtype=dtype)
+    from headloom.lab.options import pieces
+
+    names = [name for name in pieces(variants, ",") if name.strip()] or [variants]
+    found = [
+        costs(name, size=size, settings=settings or [], tokens=tokens, dtype=dtype, all_of=names) for name in names
+    ]
     if as_json:
-        print_json(found)
+        print_json(found[0] if len(found) == 1 else found)
+    elif len(found) == 1:
+        _show(found[0])
     else:
-        _show(found)
+        _compare(found)
+
+
+def _chosen(text: str, settings: Sequence[str], all_of: Sequence[str]) -> Variant:
+    """A variant with the settings that are for it: name=value, for all, and its own mechanism.name=value."""
+    from headloom.core.errors import unknown
+    from headloom.lab.options import parse_options, split_pair
+    from headloom.lab.variants import OF_THE_SIZE, Variant, parse_variant, with_defaults
+
+    named = parse_variant(text)
+    mechanisms = [parse_variant(other).mechanism for other in all_of]
+    pairs = []
+    for setting in settings:
+        path, value = split_pair(setting, "--set")
+        owner, dot, name = path.rpartition(".")
+        if dot and owner not in mechanisms:
+            raise unknown("variant in --set", owner, mechanisms)
+        if owner in ("", named.mechanism):
+            pairs.append((name, value))
+    found = with_defaults(named, parse_options(named.mechanism, pairs), of_size=True)
+    own = {name: v for name, v in found.options.items() if name not in (*OF_THE_SIZE, *found.defaulted)}
+    return dataclasses.replace(found, label=Variant(found.mechanism, own).text)
 
 
 def costs(
-    variant: str, *, size: str, settings: Sequence[str], tokens: int | None = None, dtype: str = "float32"
+    variant: str,
+    *,
+    size: str,
+    settings: Sequence[str],
+    tokens: int | None = None,
+    dtype: str = "float32",
+    all_of: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What `headloom cost --json` prints. Settings win over the variant's options, and both over the size."""
+    """What `headloom cost --json` prints of one variant. Settings win over its options, and both over the size.
+
+    all_of: the variants that settings may name.
+    """
     from headloom.attention.schedules import over_depth, pattern_of, places
     from headloom.bench.cost import layer_costs
-    from headloom.lab.options import parse_options, split_pair
     from headloom.lab.sizes import gated_width, get_size
-    from headloom.lab.variants import parse_variant
 
     shape = get_size(size)
-    named = parse_variant(variant)
-    pairs = [split_pair(setting, "--set") for setting in settings]
-    given = parse_options(named.mechanism, [(name.removeprefix(f"{named.mechanism}."), text) for name, text in pairs])
-    options: dict[str, Any] = {**named.options, **given}
+    named = _chosen(variant, settings, all_of or [variant])
+    options: dict[str, Any] = dict(named.options)
     shared: dict[str, Any] = {
         "hidden_size": options.pop("hidden_size", shape.hidden_size),
         "num_heads": options.pop("num_heads", shape.num_heads),
@@ -74,7 +117,9 @@ def costs(
         "tie_embeddings": shape.tie_embeddings,
     }
     return {
+        "variant": named.label,
         "mechanism": named.mechanism,
+        "notes": named.notes,
         "size": size,
         "tokens": length,
         "dtype": dtype,
@@ -86,6 +131,7 @@ def costs(
             }
             for kind in kinds
         ],
+        "layer": {name: sum(getattr(layer, name) for layer in layers) / len(layers) for name in _AVERAGED},
         "relative": _relative(layers[: len(pattern)], shared, length),
         "model": {
             **backbone,
@@ -129,6 +175,48 @@ def _model_cost(
     return model_cost(model, tokens, dtype)
 
 
+def _compare(found: Sequence[dict[str, Any]]) -> None:
+    """A line a variant: one layer on average, then the whole model."""
+    from rich.table import Table
+
+    from headloom.report.tables import short
+
+    tokens, dtype = found[0]["tokens"], found[0]["dtype"]
+    reference = found[0]["relative"]["reference"]
+    table = Table(pad_edge=False)
+    headings = ("parameters", "FLOPs / token", f"scores ({reference} = 1)", "cache bytes / token", "parameters")
+    for place, heading in enumerate(("variant", *headings, "FLOPs / token", "cache bytes / token")):
+        whole = "model: " if place > len(headings) - 1 else "layer: " if place else ""
+        table.add_column(whole + heading, justify="right" if place else "left", overflow="fold")
+    for row in found:
+        layer, model = row["layer"], row["model"]
+        table.add_row(
+            row["variant"],
+            f"{layer['parameters']:,.0f}",
+            short(layer["flops_exact"] / tokens),
+            f"{row['relative']['exact']:.3g}",
+            f"{layer['cache_bytes_per_token']:,.0f}",
+            f"{model['parameters']:,}",
+            short(model["flops_exact"] / tokens),
+            f"{model['cache_bytes_per_token']:,}",
+        )
+    out = console()
+    out.print(table)
+    for line in dict.fromkeys(note for row in found for note in row["notes"]):
+        out.print(line, markup=False, soft_wrap=True)
+    constant = {row["variant"]: row["model"]["cache_constant_bytes"] for row in found}
+    for name, bytes_once in constant.items():
+        if bytes_once:
+            line = f"{name}: {bytes_once:,} bytes of cache a sequence, however long, in the whole model."
+            out.print(line, markup=False, soft_wrap=True)
+    out.print(
+        f"At size {found[0]['size']}, {tokens:,} tokens, one sequence, {dtype}; forward FLOPs of visible pairs; where "
+        "layers differ, a layer is their average. With one variant all its parts are shown.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
 def _show(found: dict[str, Any]) -> None:
     """The numbers for people: one layer, its steps, the model."""
     from rich.table import Table
@@ -148,7 +236,9 @@ def _show(found: dict[str, Any]) -> None:
         table.add_column("all pairs", justify="right")
         return table
 
-    out.print(f"{found['mechanism']} at size {found['size']}, {tokens:,} tokens, one sequence", markup=False)
+    out.print(f"{found['variant']} at size {found['size']}, {tokens:,} tokens, one sequence", markup=False)
+    for line in found["notes"]:
+        out.print(line, markup=False, soft_wrap=True)
     for layer in found["layers"]:
         name = "" if "attention" in found else f", {layer['mechanism']} in {_places(layer['layers'])}"
         out.print(f"One attention layer{name}", markup=False, soft_wrap=True)

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headloom.cli.common import INTERRUPTED, Json, console, ends_with_status, only_json_on_stdout, print_json
+from headloom.cli.common import (
+    DATA_KINDS,
+    INTERRUPTED,
+    Json,
+    TextColumn,
+    console,
+    ends_with_status,
+    only_json_on_stdout,
+    print_json,
+)
 from headloom.cli.graft import AllowChange, Layers, Model, Settings, To, mechanism_of
 from headloom.core.heap import keep_freed
 
@@ -20,7 +29,7 @@ GRAFTED, UNGRAFTED = "grafted", "ungrafted"
 @ends_with_status
 def finetune(
     model: Model,
-    data: Annotated[str, typer.Option(help="A text file, .jsonl, .parquet, a folder, stdlib, or a Hugging Face set.")],
+    data: Annotated[str, typer.Option(help=f"stdlib, {DATA_KINDS}.")],
     out: Annotated[Path, typer.Option(help="A new folder, or one this very command left, which goes on.")],
     to: Annotated[str | None, To] = None,
     settings: Settings = None,
@@ -42,6 +51,7 @@ def finetune(
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each model; a seed orders the data.")] = 1,
     validation_bytes: Annotated[int, typer.Option(help="Held-out text, at most.")] = 2**16,
+    text_column: TextColumn = None,
     limit_bytes: Annotated[int | None, typer.Option(help="Read at most so many bytes of text.")] = None,
     threads: Annotated[int | None, typer.Option(help="Processor threads. Default: all this process may use.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 (autocast over float32 weights).")] = "float32",
@@ -63,7 +73,7 @@ def finetune(
             with Bar() as bar:
                 found = run(
                     arms,
-                    load_corpus(data, limit_bytes=limit_bytes),
+                    load_corpus(data, limit_bytes=limit_bytes, text_column=text_column),
                     out,
                     seeds=seeds,
                     validation_bytes=validation_bytes,
@@ -154,7 +164,8 @@ def show(found: dict[str, Any], out: Path) -> None:
             f"{sum(run['train_seconds'] for run in runs):.0f}",
         )
     screen.print(table)
-    screen.print(next(iter(found["arms"].values()))["before"]["text"], markup=False, soft_wrap=True)
+    for line in (next(iter(found["arms"].values()))["before"]["text"], *found["notes"]):
+        screen.print(line, markup=False, soft_wrap=True)
     for arm in found["arms"].values():
         if arm["before"]["graft"]:
             screen.print(arm["before"]["graft"], markup=False, soft_wrap=True)

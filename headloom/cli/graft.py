@@ -57,18 +57,22 @@ def graft(
 
 
 def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The mechanism and its options from --to and --set, which wins. Unknown names give the near ones."""
+    """The mechanism and its options from --to and --set, which wins; where neither gives one, the comparison's default,
+    which is said on stderr. Unknown names give the near ones."""
     from headloom.attention import mechanisms
     from headloom.core.errors import unknown
     from headloom.lab.options import parse_options, split_pair
-    from headloom.lab.variants import parse_variant
+    from headloom.lab.variants import parse_variant, with_defaults
 
     name = text.partition(":")[0].strip()
     if name not in mechanisms():
         raise unknown("mechanism", name, mechanisms())
     pairs = [split_pair(setting, "--set") for setting in settings]
     chosen = parse_options(name, [(key.removeprefix(f"{name}."), value) for key, value in pairs])
-    return name, {**parse_variant(text).options, **chosen}
+    found = with_defaults(parse_variant(text), chosen, of_size=True)
+    for note in found.notes:
+        typer.echo(note, err=True)
+    return name, dict(found.options)
 
 
 def as_dict(report: GraftReport) -> dict[str, Any]:

@@ -147,6 +147,10 @@ def _measured(as_json: bool) -> None:
         markup=False,
         soft_wrap=True,
     )
+    for entry in found:
+        for name, value in entry.options.items():
+            line = f"{entry.name} is measured with {name}={_word(value)}: the comparison's default."
+            console().print(line, markup=False, soft_wrap=True)
     _schedules(described()[1])
 
 

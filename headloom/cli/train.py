@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headloom.cli.common import Json, console, ends_with_status, only_json_on_stdout, print_json
+from headloom.cli.common import DATA_KINDS, Json, TextColumn, console, ends_with_status, only_json_on_stdout, print_json
 from headloom.core.errors import HeadloomError
 from headloom.core.heap import keep_freed
 
@@ -21,7 +21,8 @@ def train(
     file: Annotated[Path | None, typer.Argument(help="A run's YAML file. Without one, the options say it.")] = None,
     variant: Annotated[str | None, typer.Option(help="iha:pseudo_heads=2, say. Default: mha.")] = None,
     size: Annotated[str | None, typer.Option(help="tiny, small, 125M, ... Default: tiny.")] = None,
-    data: Annotated[str | None, typer.Option(help="stdlib, a file, a folder, or a Hugging Face data set.")] = None,
+    data: Annotated[str | None, typer.Option(help=f"stdlib, {DATA_KINDS}.")] = None,
+    text_column: TextColumn = None,
     tokenizer: Annotated[str | None, typer.Option(help="bytes, bpe:4096, or a saved tokenizer's folder.")] = None,
     steps: Annotated[int | None, typer.Option(help="Default: the size's.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak. Default: the size's.")] = None,
@@ -53,6 +54,7 @@ def train(
 
     given: dict[str, Any] = {
         "data": data,
+        "text_column": text_column,
         "tokenizer": tokenizer,
         "steps": steps,
         "seed": seed,
@@ -75,11 +77,19 @@ def train(
             bar.start(1, run.steps, 0)
             bar.run(run.name, 1)
             result = train_text(
-                run, text, out, lambda step, steps, loss: bar.step(1, step, loss), track=track, save_model=save_model
+                run,
+                text,
+                out,
+                lambda step, steps, loss: bar.step(1, step, loss),
+                on_note=bar.note,
+                track=track,
+                save_model=save_model,
             )
         if as_json:
             print_json({"folder": str(out), **result.to_dict()}, stdout)
             return
+        for note in result.notes:
+            console().print(note, markup=False, soft_wrap=True)
         console().print(
             f"{run.name}: {result.bits_per_byte:.4f} bits per byte on {result.validation_bytes:,} bytes after "
             f"{run.steps:,} steps ({result.tokens:,} tokens, {result.train_seconds:.1f} s); "

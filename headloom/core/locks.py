@@ -1,4 +1,4 @@
-"""One writer a folder: a lock that the operating system holds for a process and takes back when it ends, even killed."""
+"""One writer a folder: a lock that the operating system holds for a process and takes back when it ends."""
 
 from __future__ import annotations
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headloom.core.errors import HeadloomError, near
-from headloom.data.sources import TABLES, Document, file_documents, folder_documents, hub_documents, stdlib_documents
+from headloom.data.sources import Document, file_documents, folder_documents, is_model, numbered, stdlib_documents
+from headloom.data.tables import TABLES, TEXT, LeftOut, hub_rows, is_saved, saved_splits
 
 DEFAULT_LIMIT_BYTES = 64 * 2**20
 VALIDATION_SHARE = 0.1
+VALIDATION_SPLITS = ("validation", "test")  # of a data set that has splits, the first one there
 
 
 @dataclass(frozen=True)
@@ -24,61 +26,87 @@ class Corpus:
         train, validation: the two splits, neither empty.
         fingerprint: SHA-256 over split, name and text of every document: equal fingerprints mean equal data.
         title: one line for people: what was read and how much of it.
+        left_out: what was there and is in neither split, with counts and reasons; "" where that is nothing.
     """
 
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
     fingerprint: str
     title: str
+    left_out: str = ""
 
 
-def load_corpus(spec: str | Path = "stdlib", *, limit_bytes: int | None = None, seed: int = 0) -> Corpus:
+def load_corpus(
+    spec: str | Path = "stdlib", *, limit_bytes: int | None = None, seed: int = 0, text_column: str | None = None
+) -> Corpus:
     """Read text and split it by document.
 
     Args:
         spec: "stdlib" (the Python standard library's own sources, without tests, generated tables and optional
-            packages); a UTF-8 file; a .jsonl or .parquet file with a 'text' column; a folder of these, read
-            recursively; or, if no such path exists, the id 'owner/name' of a Hugging Face data set, streamed.
+            packages); a UTF-8 file; a table (.jsonl, .json, .csv, .tsv, .parquet), every row a document; a folder of
+            these, read recursively; a folder that `save_to_disk` of `datasets` wrote; or, if no such path exists, the
+            id 'owner/name' of a Hugging Face data set, whose train split is streamed.
         limit_bytes: at most so many UTF-8 bytes of text are read (None: 64 MiB). Of a folder a sample fixed by
             (seed, names) is taken, of a file, table or data set its beginning. The last document is cut to fit.
         seed: of that sample only; the split does not depend on it.
+        text_column: the column of tables and data sets that holds the text (None: "text").
 
-    About 10 % of the documents, chosen by a hash of the name, are validation; a corpus of one document is split at
-    its last 10 %. Documents that repeat an earlier text byte for byte are dropped, so that no validation text was
-    trained on; so are blank ones.
+    A saved data set with splits is trained on its "train" and validated on its "validation", else on its "test". All
+    else is split here: about 10 % of the documents, chosen by a hash of the name, are validation; a corpus of one
+    document is split at its last 10 %. Documents that repeat an earlier text byte for byte are dropped, so that no
+    validation text was trained on; so are blank ones. `Corpus.left_out` counts them.
 
     Raises:
-        HeadloomError: the path is missing, the file is not text, or there is no text.
+        HeadloomError: the path is missing, the file is not text, a table has no such column, or there is no text.
     """
     limit = DEFAULT_LIMIT_BYTES if limit_bytes is None else limit_bytes
     if limit < 1:
         raise HeadloomError(
             f"limit_bytes={limit} leaves no text. Give a positive number of bytes, or None for {DEFAULT_LIMIT_BYTES}."
         )
-    documents, what = _source(str(spec), seed, limit)
-    kept, cut = _take(_distinct(documents), limit)
-    if not kept:
+    left = LeftOut()
+    what, documents, held_out = _source(str(spec), seed, limit, text_column, left)
+    seen: set[bytes] = set()
+    validation, validation_cut = _take(_distinct(held_out, seen, left), limit)  # first: training gives way to it
+    kept, cut = _take(_distinct(documents, seen, left), limit)
+    if not kept or (held_out and not validation):
         raise HeadloomError(
-            f"no text in {what}: it is empty or holds nothing readable as UTF-8. "
-            "Give UTF-8 text files, or .jsonl or .parquet with a 'text' column."
+            f"no text in {what}: it is empty or holds nothing that is read"
+            f"{f' (left out: {left})' if left.counts else ''}. "
+            f"Give UTF-8 text files, or {', '.join(TABLES)} with a '{text_column or TEXT}' column."
         )
-    train, validation = _split(sorted(kept, key=lambda document: document.name), what)
-    count, size = len(kept), sum(len(document.text.encode()) for document in kept)
-    noun = "document" if count == 1 else "documents"
-    title = f"{what}: {count} {noun}, {size:,} bytes" + (f" (cut at {limit:,})" if cut else "")
-    return Corpus(train, validation, _fingerprint(train, validation), title)
+    if held_out:
+        splits = _sorted(kept), _sorted(validation)
+    else:
+        splits = _split(_sorted(kept), what)
+    count, size = len(kept) + len(validation), _size(kept) + _size(validation)
+    title = f"{what}: {count} {'document' if count == 1 else 'documents'}, {size:,} bytes"
+    title += f" (cut at {limit:,})" if cut or validation_cut else ""
+    return Corpus(*splits, _fingerprint(*splits), title, f"left out of {what}: {left}" if left.counts else "")
 
 
-def _source(spec: str, seed: int, limit: int) -> tuple[Iterator[Document], str]:
-    path = Path(spec).expanduser()
+def _source(
+    spec: str, seed: int, limit: int, column: str | None, left: LeftOut
+) -> tuple[str, Iterable[Document], Iterable[Document]]:
+    """What is read, its documents, and, where the data comes with one, the split to validate on (else empty)."""
+    path, named = Path(spec).expanduser(), column or TEXT
     if spec == "stdlib":
-        return stdlib_documents(
-            seed, limit
-        ), f"Python {sys.version_info.major}.{sys.version_info.minor} standard library"
+        _no_column(column, "the standard library")
+        python = f"Python {sys.version_info.major}.{sys.version_info.minor} standard library"
+        return python, stdlib_documents(seed, limit), ()
     if path.is_dir():
-        return folder_documents(path, seed, limit), f"folder '{path.resolve().name}'"
+        name = path.resolve().name
+        if is_saved(path):
+            return _saved(path, f"data set '{name}'", named, left)
+        if is_model(path):
+            raise HeadloomError(
+                f"'{spec}' holds a model (its config.json says so), no text: give a text file or a folder of texts"
+            )
+        return f"folder '{name}'", folder_documents(path, seed, limit, named, left, column is not None), ()
     if path.is_file():
-        return file_documents(path, limit), f"file '{path.name}'"
+        if path.suffix.lower() not in TABLES:
+            _no_column(column, f"'{spec}'")
+        return f"file '{path.name}'", file_documents(path, limit, named, left), ()
     if path.exists():
         raise HeadloomError(
             f"'{spec}' is neither a file nor a folder. Give a text file, a folder of texts, or 'stdlib'."
@@ -89,23 +117,58 @@ def _source(spec: str, seed: int, limit: int) -> tuple[Iterator[Document], str]:
         and path.suffix.lower() not in (*TABLES, ".txt", ".md", ".py")
     )
     if looks_like_id and not spec.startswith("."):
-        return hub_documents(spec), f"Hugging Face data set '{spec}'"
+        return f"Hugging Face data set '{spec}'", numbered(hub_rows(spec, named, left), spec), ()
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = near(path.name, beside) or near(spec, ["stdlib"])
     raise HeadloomError(
-        f"'{spec}' does not exist.{hint} Allowed: 'stdlib', a text file, a folder, .jsonl or .parquet with a "
-        "'text' column, or a Hugging Face data set 'owner/name'."
+        f"'{spec}' does not exist.{hint} Allowed: 'stdlib', a text file, a folder, {', '.join(TABLES)} with a text "
+        "column, a folder that save_to_disk wrote, or a Hugging Face data set 'owner/name'."
     )
 
 
-def _distinct(documents: Iterable[Document]) -> Iterator[Document]:
-    seen: set[bytes] = set()
+def _saved(path: Path, what: str, column: str, left: LeftOut) -> tuple[str, Iterable[Document], Iterable[Document]]:
+    """A saved data set; its own validation split, where it has one."""
+    splits = saved_splits(path, column, left)
+    train = next(iter(splits)) if len(splits) == 1 else "train"
+    if train not in splits:
+        raise HeadloomError(
+            f"{what} has the splits {', '.join(splits)}, but none called 'train': give the folder of the one to read"
+        )
+    held = next((name for name in VALIDATION_SPLITS if name in splits and name != train), None)
+    for name in splits.keys() - {train, held}:
+        left.add(f"split '{name}'")
+    named = {name: numbered(rows, f"{name or path.resolve().name}") for name, rows in splits.items()}
+    if held is None:
+        return what, named[train], ()
+    return f"{what} (trained on its split '{train}', validated on '{held}')", named[train], named[held]
+
+
+def _no_column(column: str | None, what: str) -> None:
+    if column is not None:
+        raise HeadloomError(
+            f"text_column='{column}' names a column of a table, and {what} is plain text: leave --text-column out, or "
+            f"give {', '.join(TABLES)} or a data set"
+        )
+
+
+def _distinct(documents: Iterable[Document], seen: set[bytes], left: LeftOut) -> Iterator[Document]:
     for document in documents:
-        if document.text.strip():
-            digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
-            if digest not in seen:
-                seen.add(digest)
-                yield document
+        digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
+        if not document.text.strip():
+            left.add("blank texts")
+        elif digest in seen:
+            left.add("texts that repeat another")
+        else:
+            seen.add(digest)
+            yield document
+
+
+def _sorted(documents: Iterable[Document]) -> tuple[Document, ...]:
+    return tuple(sorted(documents, key=lambda document: document.name))
+
+
+def _size(documents: Iterable[Document]) -> int:
+    return sum(len(document.text.encode()) for document in documents)
 
 
 def _take(documents: Iterable[Document], limit: int) -> tuple[list[Document], bool]:
@@ -124,7 +187,7 @@ def _take(documents: Iterable[Document], limit: int) -> tuple[list[Document], bo
     return kept, False
 
 
-def _split(documents: list[Document], what: str) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+def _split(documents: tuple[Document, ...], what: str) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     if len(documents) == 1:
         return _split_text(documents[0], what)
     by_hash = sorted(documents, key=lambda document: (_position(document.name), document.name))

@@ -22,11 +22,15 @@ from transformers import PreTrainedTokenizerFast
 
 from headloom.core.errors import HeadloomError
 from headloom.data.corpus import Corpus
+from headloom.data.roundtrip import lost_bytes
 from headloom.data.sources import Document, shuffled
 from headloom.data.tokenizer import is_bytes
 
 DEFAULT_VALIDATION_BYTES = 2**20
 DEFAULT_LEADING_BYTES = 2**14
+LOST_AT_MOST = 0.01  # of the held-out bytes; above, bits per byte would be of another text
+FEWEST_ROWS = 4  # contexts of training text; below, nothing is learned that holds for another text
+FEW_ROWS, FEW_HELD_OUT = 100, 20  # contexts of either text below which a warning is due
 _BATCH_CHARACTERS = 2**20
 
 
@@ -38,11 +42,14 @@ class TokenStream:
         ids: (N,) unsigned integers; the first is the begin token.
         bytes: UTF-8 bytes of the texts; end-of-text tokens stand for none.
         documents: how many texts.
+        lost: the share of the bytes that do not come back from the ids, at least (headloom.data.roundtrip); None where
+            that was not measured.
     """
 
     ids: np.ndarray
     bytes: int
     documents: int
+    lost: float | None = None
 
     @property
     def predictions(self) -> int:
@@ -73,6 +80,8 @@ class TokenData:
         vocab_size: ids are below it.
         fingerprint: SHA-256 of vocabulary size and both streams: equal fingerprints mean equal tokens in equal order.
         title: one line for people.
+        notes: what people should know before they trust a number: what was left out of the data, that there is little
+            of it, that the tokenizer loses some. Mostly empty.
     """
 
     train: TokenStream
@@ -80,6 +89,7 @@ class TokenData:
     vocab_size: int
     title: str
     leading: TokenStream = field(default=None, kw_only=True)  # type: ignore[assignment]
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,16 +102,22 @@ class TokenData:
         object.__setattr__(self, "fingerprint", digest.hexdigest())
 
 
-def pack(documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast) -> TokenStream:
-    """Tokenise documents into one stream, an end-of-text token before, between and after them."""
+def pack(documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast, *, check: bool = True) -> TokenStream:
+    """Tokenise documents into one stream, an end-of-text token before, between and after them.
+
+    With `check` the ids are turned back into text, to see what they lose.
+    """
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     end = np.array([tokenizer.eos_token_id], dtype)
-    pieces, size, count = [end], 0, 0
+    pieces, size, count, lost = [end], 0, 0, 0
+    exact = is_bytes(tokenizer)
     for text, ids in _tokenise(documents, tokenizer):
         pieces += [np.asarray(ids, dtype), end]
         size += len(text.encode())
         count += 1
-    return TokenStream(np.concatenate(pieces), size, count)
+        if check and not exact:
+            lost += lost_bytes(text, ids, tokenizer)  # type: ignore[arg-type]
+    return TokenStream(np.concatenate(pieces), size, count, lost / max(1, size) if check else None)
 
 
 def prepare(
@@ -121,20 +137,45 @@ def prepare(
         leading_bytes: at most so many bytes of that, taken in the same way, for evaluations along a run (None: all).
 
     Raises:
-        HeadloomError: the training text does not fill one row, or nothing is left to validate on.
+        HeadloomError: too little text to train on or to validate on, or a tokenizer that loses more than 1 % of the
+            held-out text.
     """
     validation = list(corpus.validation) if validation_bytes is None else _sample(corpus.validation, validation_bytes)
     held = pack(validation, tokenizer)
     part = held
     if leading_bytes is not None and leading_bytes < held.bytes:
         part = pack(_sample(validation, leading_bytes), tokenizer)
-    data = TokenData(pack(corpus.train, tokenizer), held, len(tokenizer), corpus.title, leading=part)
-    if data.train.rows(context) < 1:
+    train = pack(corpus.train, tokenizer, check=False)
+    notes = [corpus.left_out] if corpus.left_out else []
+    notes += _amount(corpus.title, train, held, context) + _lost(held.lost or 0.0)
+    return TokenData(train, held, len(tokenizer), corpus.title, leading=part, notes=tuple(notes))
+
+
+def _amount(title: str, train: TokenStream, held: TokenStream, context: int) -> list[str]:
+    """A warning where there is little text; HeadloomError where there is too little for any number to mean anything."""
+    rows, held_out = train.rows(context), held.rows(context)
+    if rows < FEWEST_ROWS or held_out < 1:
         raise HeadloomError(
-            f"too little text: the training split of {corpus.title} has {len(data.train.ids)} tokens, "
-            f"one row of context {context} needs {context}. Use a shorter context (--tokens) or give more text."
+            f"too little text: {title} gives {len(train.ids):,} tokens to train on and {len(held.ids):,} held out; a "
+            f"context of {context} needs at least {FEWEST_ROWS * (context - 1) + 1:,} and {context:,}. Use a shorter "
+            "context (--tokens), give more text, or hold out more of it (validation_bytes)."
         )
-    return data
+    if rows >= FEW_ROWS and held_out >= FEW_HELD_OUT:
+        return []
+    return [
+        f"warning: little text: {rows:,} contexts of {context} tokens to train on and {held_out:,} held out (below "
+        f"{FEW_ROWS} and {FEW_HELD_OUT} numbers say little about any other text): give more"
+    ]
+
+
+def _lost(share: float) -> list[str]:
+    if share > LOST_AT_MOST:
+        raise HeadloomError(
+            f"the tokenizer loses text: at least {share:.1%} of the held-out bytes do not come back from its "
+            "tokens, and bits per byte would count them although no token carries them. Use a tokenizer that keeps "
+            "all ('bytes', 'bpe:4096', one of GPT-2's kind), or text that this one was made for."
+        )
+    return [f"warning: the tokenizer loses at least {share:.2%} of the held-out bytes"] if share else []
 
 
 def row_order(rows: int, seed: int, start: int, stop: int) -> np.ndarray:

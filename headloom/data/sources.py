@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library, files, folders, tables, and Hugging Face data sets.
+"""Where documents come from: the standard library, files and folders (headloom.data.tables reads tables).
 
 Every source yields `Document(name, text)`; a name is relative (never a machine's path), so that the split into train
 and validation, which hashes names, is the same on every machine.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from headloom.core.errors import HeadloomError, near
+from headloom.core.errors import HeadloomError
+from headloom.core.files import read_json
+from headloom.data.tables import TABLES, LeftOut, is_saved, json_rows, table_rows
 
-TABLES = (".jsonl", ".parquet")
 # Left out of the standard-library corpus: fixtures that are odd on purpose (test), and packages that systems install
 # separately or that newer Pythons dropped, so that slim and full installations hold the same text; generated tables
 # and one generated 700 kB topic file.
@@ -41,6 +41,12 @@ _STDLIB_LEFT_OUT = frozenset(
         "lib-dynload",
     )
 )
+# Files that are left out by their ending, with the way out.
+_NO_TEXT = {
+    **dict.fromkeys((".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".7z"), "it is compressed: unpack it first"),
+    **dict.fromkeys((".arrow", ".feather"), "it is part of a data set: give the folder that save_to_disk wrote"),
+    ".ipynb": "it is a notebook: convert it first, jupyter nbconvert --to script",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def stdlib_documents(seed: int, limit: int) -> Iterator[Document]:
     Raises HeadloomError where Python has none (zipped builds).
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = [name for name in _walk(root, skip=_is_left_out) if name.endswith(".py")]
+    names = [name for name in _walk(root, _is_left_out) if name.endswith(".py")]
     if not names:
         raise HeadloomError(
             "this Python carries no standard-library sources (a zipped or stripped build). "
@@ -74,50 +80,57 @@ def stdlib_documents(seed: int, limit: int) -> Iterator[Document]:
             yield Document(name, text)
 
 
-def file_documents(path: Path, limit: int) -> Iterator[Document]:
-    """The documents of one file: a table's rows, or the whole text. Raises HeadloomError when it is not text."""
+def file_documents(path: Path, limit: int, column: str, left: LeftOut) -> Iterator[Document]:
+    """The documents of one file: a table's rows, or the whole text. Raises HeadloomError when it is neither."""
     if path.suffix.lower() in TABLES:
-        yield from _table_rows(path, path.name)
+        yield from numbered(table_rows(path, column, left), path.name)
         return
-    text = read_text(path, limit)
+    way = _NO_TEXT.get(path.suffix.lower())
+    text = None if way else read_text(path, limit)
     if text is None:
         raise HeadloomError(
-            f"'{path}' is not a text file (it holds zero bytes or is not UTF-8). "
-            "Allowed: UTF-8 text, .jsonl and .parquet with a 'text' column. Convert it to UTF-8 first."
+            f"'{path}' is not a text file ({way or 'it holds zero bytes or is not UTF-8: convert it first'}). Allowed: "
+            f"UTF-8 text, and {', '.join(TABLES)} with a '{column}' column."
         )
     yield Document(path.name, text)
 
 
-def folder_documents(root: Path, seed: int, limit: int) -> Iterator[Document]:
-    """Every text below a folder in shuffled order; hidden names, links and files that are not text are left out."""
-    for name in shuffled(_walk(root, skip=lambda part: part.startswith(".") or part == "__pycache__"), seed):
-        path = root / name
-        if path.suffix.lower() in TABLES:
-            yield from _table_rows(path, name)
-        else:
-            text = read_text(path, limit)
-            if text is not None:
-                yield Document(name, text)
+def folder_documents(
+    root: Path, seed: int, limit: int, column: str, left: LeftOut, asked: bool = False
+) -> Iterator[Document]:
+    """Every text below a folder, and every row of its tables, in shuffled order.
 
-
-def hub_documents(name: str) -> Iterator[Document]:
-    """The 'text' column of a Hugging Face data set's train split, streamed from its beginning.
-
-    No code of the data set is run.
+    Left out, and counted: hidden names, links, what is not UTF-8 text, JSON that holds no rows with that column, and
+    folders inside that hold a model or a saved data set. Raises HeadloomError for a table that cannot be read, and when
+    the column is `asked` for and no table is there.
     """
-    try:
-        import datasets
-
-        for index, row in enumerate(datasets.load_dataset(name, split="train", streaming=True)):
-            yield Document(f"{name}:{index:09d}", _text_of(row, f"data set '{name}'"))
-    except HeadloomError:
-        raise
-    except Exception as error:  # the hub's own errors have no common base: network, missing name, gated, bad format
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    names = _walk(root, _hidden, left)
+    if asked and not any(Path(name).suffix.lower() in TABLES for name in names):
         raise HeadloomError(
-            f"'{name}' is no file or folder here, and reading it as a Hugging Face data set failed: {reason} "
-            "Pass a file, a folder, 'stdlib', or check the data set's name and the network."
-        ) from error
+            f"text_column='{column}' names a column of a table, and folder '{root}' holds none ({', '.join(TABLES)}): "
+            "leave --text-column out"
+        )
+    for name in shuffled(names, seed):
+        path, ending = root / name, Path(name).suffix.lower()
+        if ending == ".json" and not any(column in row for row in (json_rows(path) or [])[:1]):
+            left.add(f"JSON without '{column}' rows", ending)
+        elif ending in TABLES:
+            yield from numbered(table_rows(path, column, left), name)
+        elif (text := None if ending in _NO_TEXT else read_text(path, limit)) is None:
+            left.add("not UTF-8 text", ending or "no ending")
+        else:
+            yield Document(name, text)
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint: its texts are settings and vocabularies."""
+    config = read_json(folder / "config.json") or {}
+    return "model_type" in config or "architectures" in config
+
+
+def numbered(texts: Iterable[str], name: str) -> Iterator[Document]:
+    for index, text in enumerate(texts):
+        yield Document(f"{name}:{index:09d}", text)
 
 
 def read_text(path: Path, limit: int) -> str | None:
@@ -143,67 +156,32 @@ def _is_left_out(part: str) -> bool:
     return part.startswith((".", "_sysconfigdata", "config-")) or part in _STDLIB_LEFT_OUT
 
 
-def _walk(root: Path, skip: Callable[[str], bool]) -> list[str]:
+def _hidden(part: str) -> bool:
+    return part.startswith(".") or part == "__pycache__"
+
+
+def _walk(root: Path, skip: Callable[[str], bool], left: LeftOut | None = None) -> list[str]:
+    left = LeftOut() if left is None else left
     names: list[str] = []
     for folder, subfolders, files in os.walk(root, followlinks=False):
-        subfolders[:] = sorted(part for part in subfolders if not skip(part))
+        kept = []
+        for part in sorted(subfolders):
+            path = Path(folder, part)
+            why = _why_not(path, skip) or ("data sets inside" if is_saved(path) else "models" if is_model(path) else "")
+            if why:
+                left.add(why)
+            else:
+                kept.append(part)
+        subfolders[:] = kept
         for part in files:
             path = Path(folder, part)
-            if not skip(part) and path.is_file() and not path.is_symlink():
+            why = _why_not(path, skip) or ("" if path.is_file() else "pipes, sockets and devices")
+            if why:
+                left.add(why)
+            else:
                 names.append(path.relative_to(root).as_posix())
     return sorted(names)
 
 
-def _table_rows(path: Path, name: str) -> Iterator[Document]:
-    rows = _jsonl_rows(path) if path.suffix.lower() == ".jsonl" else _parquet_rows(path)
-    for index, text in enumerate(rows):
-        yield Document(f"{name}:{index:09d}", text)
-
-
-def _jsonl_rows(path: Path) -> Iterator[str]:
-    with path.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            if not raw.strip():
-                continue
-            where = f"'{path}' line {number}"
-            try:
-                row = json.loads(raw)
-            except (ValueError, UnicodeDecodeError) as error:
-                raise HeadloomError(
-                    f"{where} is not JSON ({error}). A .jsonl file holds one object with a 'text' field a line."
-                ) from None
-            yield _text_of(row, where)
-
-
-def _parquet_rows(path: Path) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise HeadloomError(
-            f"'{path}' is not a Parquet file ({str(error).splitlines()[0]}). Check the file or its ending."
-        ) from None
-    with table:
-        if "text" not in table.schema_arrow.names:
-            _text_of(dict.fromkeys(table.schema_arrow.names), f"'{path}'")
-        for batch in table.iter_batches(batch_size=256, columns=["text"]):
-            for row in batch.to_pylist():
-                yield _text_of(row, f"'{path}'")
-
-
-def _text_of(row: object, where: str) -> str:
-    if not isinstance(row, dict):
-        raise HeadloomError(f"{where} holds {type(row).__name__}, not an object. Each row needs a 'text' field.")
-    if "text" not in row:
-        fields = [str(field) for field in row]
-        raise HeadloomError(
-            f"{where} has no 'text' column; it has: {', '.join(fields) or 'none'}.{near('text', fields)} "
-            "Rename the column to 'text'."
-        )
-    if not isinstance(row["text"], str):
-        raise HeadloomError(
-            f"{where}: 'text' is {type(row['text']).__name__}, not a string. Drop or convert such rows."
-        )
-    return row["text"]
+def _why_not(path: Path, skip: Callable[[str], bool]) -> str:
+    return "hidden" if skip(path.name) else "links" if path.is_symlink() else ""

@@ -36,6 +36,7 @@ class BitsPerByte:
         nll_per_token: mean negative log-likelihood in nats, token-weighted.
         perplexity: exp(nll_per_token); infinite when that overflows.
         tokens: predicted tokens. bytes: of the text. context, stride: in tokens.
+        lost: the share of the bytes that do not come back from the tokens, at least; None where it was not measured.
         text: the rules in one line, to be printed beside the number.
     """
 
@@ -46,6 +47,7 @@ class BitsPerByte:
     bytes: int
     context: int
     stride: int
+    lost: float | None = None
     text: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +57,8 @@ class BitsPerByte:
             f"with 1 to {self.stride} tokens before it); begin token: end-of-text, not predicted; "
             "text-separating end-of-text tokens predicted, 0 bytes"
         )
+        if self.lost:
+            text += f"; the tokenizer loses at least {self.lost:.2%} of these bytes, which no token pays for"
         object.__setattr__(self, "text", text)
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,6 +129,7 @@ def bits_per_byte(
         bytes=stream.bytes,
         context=context,
         stride=context - 1,
+        lost=stream.lost,
     )
 
 

@@ -35,6 +35,7 @@ def compare(
     steps: int | None = None,
     seeds: int = 3,
     data: str | Path = "stdlib",
+    text_column: str | None = None,
     tokenizer: str | Path = "bytes",
     tokens: int | None = None,
     batch_size: int | None = None,
@@ -55,7 +56,7 @@ def compare(
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
         seeds: how many seeds; from two on there are intervals.
         evaluations: validations along every run, besides the one at its end (0: none).
-        data, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
+        data, text_column, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
         threads: processor threads of a run; None: all this process may use.
         out: the study's folder; None: headloom-compare here, or the first free number after it.
         progress: is told what happens. report: also write report.html and figures/.
@@ -76,6 +77,7 @@ def compare(
             size,
             seeds=seeds,
             data=_data_name(data),
+            text_column=text_column,
             tokenizer=str(tokenizer),
             threads=threads,
             steps=steps,
@@ -120,6 +122,8 @@ def _run(
 ) -> Comparison:
     progress.stage("reading the text and matching budgets")
     plan = make_plan(spec)
+    for note in plan.data.notes:
+        progress.note(note)
     resolved = plan.resolved
     study_hash = identity(resolved)
     folder = open_folder(out, study_hash, resolved, default=default)
@@ -141,6 +145,7 @@ def comparison_study(
     data: str,
     tokenizer: str,
     threads: int | None,
+    text_column: str | None = None,
     steps: int | None = None,
     tokens: int | None = None,
     batch_size: int | None = None,
@@ -163,6 +168,7 @@ def comparison_study(
         seeds=seeds,
         statistics=seeds > 1,
         data=data,
+        text_column=text_column,
         tokenizer=tokenizer,
         threads=threads,
         steps=steps,
@@ -189,6 +195,7 @@ def compare_command(spec: StudySpec) -> str:
         "--learning-rate": f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate),
         "--evaluations": spec.evaluations,
         "--threads": spec.threads,
+        **({} if spec.text_column is None else {"--text-column": spec.text_column}),
     }
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     return shlex.join(["headloom", "compare", *words])
@@ -196,11 +203,8 @@ def compare_command(spec: StudySpec) -> str:
 
 def _notes(plan: Plan) -> list[str]:
     spec, costs = plan.spec, plan.costs()
-    notes = [
-        f"{variant.label} runs with {name}={variant.options[name]}: the comparison's default, used where none is given."
-        for variant in spec.variants
-        for name in variant.defaulted
-    ]
+    variants = (Variant(v.mechanism, v.options, v.label, v.defaulted) for v in spec.variants)
+    notes = [*plan.data.notes, *(note for variant in variants for note in variant.notes)]
     notes += [
         f"{label} remembers {cost['cache_constant_bytes']:,} bytes a sequence, however long, besides what its tokens "
         "leave in the cache."

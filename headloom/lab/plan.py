@@ -118,7 +118,7 @@ def make_plan(spec: StudySpec) -> Plan:
 
     from headloom.data import load_corpus, make_tokenizer, prepare
 
-    corpus = load_corpus(spec.data)
+    corpus = load_corpus(spec.data, text_column=spec.text_column)
     tokenizer = make_tokenizer(spec.tokenizer, [document.text for document in corpus.train])
     longest = max(variant.shape.tokens for variant in spec.variants)
     corpus, chosen_by = (corpus, None) if spec.selection_bytes is None else _split_validation(corpus, spec)

@@ -60,6 +60,7 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
             learning_rates=tuple(sorted(rates)),
             extend_grid=study.extend_grid,
             data=study.data,
+            text_column=study.text_column,
             tokenizer=study.tokenizer,
             validation_bytes=whole,
             evaluations=study.evaluations,

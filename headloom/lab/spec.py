@@ -121,6 +121,7 @@ class StudySpec(_Strict):
     learning_rates: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(min_length=1)
     extend_grid: int = Field(default=0, ge=0)
     data: str = Field(min_length=1)
+    text_column: str | None = Field(default=None, min_length=1)
     tokenizer: str = Field(min_length=1)
     validation_bytes: Count
     evaluations: int = Field(ge=0)

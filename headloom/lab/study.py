@@ -112,14 +112,16 @@ class Engine(_Written):
 class Study(_Written):
     """A study. Values left out are the size's.
 
-    options: mechanism -> options for every variant of it. axes: what variants may be set apart in besides the mechanism
-    and the knobs. groups: settings of axes; every variant is run in each and compared within it. reference: the label
-    the others are compared with. seeds: how many, or which. statistics: false lets one seed do. learning_rates: the
-    grid; the best per variant is chosen on a text that is not reported. grid_seeds: how many seeds the grid is run with
-    (None: all); the others run at the chosen rate. extend_grid: how many more rates a variant may try, each the next
-    (in the same ratio) beyond the edge of the grid at which its best lies. evaluations: validations along every run
-    besides the one at its end, each on so much text that all of them cost a tenth of the training at most. sizes: size
-    -> keys of this study that are different there; from_yaml takes the block of its size and drops the others.
+    text_column: of tables and data sets, the column that holds the text (None: "text"). options: mechanism ->
+    options for every variant of it. axes: what variants may be set apart in besides the mechanism and the knobs.
+    groups: settings of axes; every variant is run in each and compared within it. reference: the label the others
+    are compared with. seeds: how many, or which. statistics: false lets one seed do. learning_rates: the grid; the
+    best per variant is chosen on a text that is not reported. grid_seeds: how many seeds the grid is run with
+    (None: all); the others run at the chosen rate. extend_grid: how many more rates a variant may try, each the
+    next (in the same ratio) beyond the edge of the grid at which its best lies. evaluations: validations along
+    every run besides the one at its end, each on so much text that all of them cost a tenth of the training at
+    most. sizes: size -> keys of this study that are different there; from_yaml takes the block of its size and
+    drops the others.
     """
 
     name: Text = "study"
@@ -128,6 +130,7 @@ class Study(_Written):
     size: Text = "tiny"
     backbone: Backbone = Backbone()
     data: Text = "stdlib"
+    text_column: Text | None = None
     tokenizer: Text = "bytes"
     tokens: Annotated[int, Strict(), Field(ge=2)] | None = None
     batch_size: Int | None = None

@@ -33,6 +33,15 @@ class Variant:
     defaulted: tuple[str, ...] = ()
 
     @property
+    def notes(self) -> list[str]:
+        """A sentence on each option that nobody gave and that is not the mechanism's own default either."""
+        return [
+            f"{self.label or self.mechanism} runs with {name}={show(self.options[name])}: the comparison's default, "
+            "used where none is given."
+            for name in self.defaulted
+        ]
+
+    @property
     def text(self) -> str:
         """The text that parses to this variant."""
         return ":".join([self.mechanism, *(f"{name}={show(value)}" for name, value in sorted(self.options.items()))])
@@ -144,10 +153,10 @@ def refuse_duplicates(resolved: Mapping[str, tuple[str, Mapping[str, Any]]]) -> 
                 )
 
 
-def with_defaults(variant: Variant, chosen: Mapping[str, Any]) -> Variant:
-    """The variant with `chosen` over its own options, and defaults.toml under both."""
+def with_defaults(variant: Variant, chosen: Mapping[str, Any], *, of_size: bool = False) -> Variant:
+    """The variant with `chosen` over its own options, and defaults.toml under both. of_size: it may set its size."""
     given = {**variant.options, **chosen}
-    for name in OF_THE_SIZE:
+    for name in () if of_size else OF_THE_SIZE:
         if name in given:
             raise HeadloomError(
                 f"{variant.mechanism} sets {name}, which all variants share: choose it for all with --size"

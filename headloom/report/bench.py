@@ -49,6 +49,7 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     if result["benchmark"] != "memory":
         freed = "; freed memory returned to the system" if machine.get("freed_memory") == "returned" else ""
         lines[0] += f"; medians of {result['repeats']} repetitions (quartiles){freed}"
+    lines += result.get("notes", ())
     if (result.get("load_average") or 0) > 1:
         lines.append(f"the machine was not quiet: load average {result['load_average']:.1f} when it began")
     if result.get("interrupted"):

@@ -12,6 +12,10 @@ from headloom.core.errors import HeadloomError, RunError
 from headloom.core.heap import keep_freed
 
 
+def _say(note: str) -> None:
+    print(note, file=sys.stderr)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Train the run in a file."""
     parser = argparse.ArgumentParser(prog="python -m headloom.train", description="Train the run in a file.")
@@ -26,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     keep_freed()
     try:
         run, text = read_run(given.file)
-        result = train_text(run, text, given.out, track=given.track, save_model=given.save_model)
+        result = train_text(run, text, given.out, on_note=_say, track=given.track, save_model=given.save_model)
     except HeadloomError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, RunError) else 2

@@ -5,6 +5,7 @@
     hidden_size: 128
     ...
     data: stdlib              # as headloom.data.load_corpus takes it
+    text_column: null         # of tables and data sets: the column that holds the text; null: text
     tokenizer: bytes
     validation_bytes: 65536   # null: all held-out text
 
@@ -13,6 +14,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ class Text(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: str = Field(default="stdlib", min_length=1)
+    text_column: str | None = Field(default=None, min_length=1)
     tokenizer: str = Field(default="bytes", min_length=1)
     validation_bytes: int | None = Field(default=2**20, ge=1)
 
@@ -77,18 +80,30 @@ def text_of(values: dict[str, Any]) -> Text:
 
 
 def train_text(
-    run: RunConfig, text: Text, folder: str | Path, on_progress: Progress | None = None, **options: Any
+    run: RunConfig,
+    text: Text,
+    folder: str | Path,
+    on_progress: Progress | None = None,
+    *,
+    on_note: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> RunResult:
-    """Read the text, train the run in `folder`, and leave its file there too; `options` as `headloom.train.train`."""
+    """Read the text, train the run in `folder`, and leave its file there too.
+
+    `on_note` is told what people should know about the text; `options` as `headloom.train.train`.
+    """
     import yaml
 
     from headloom.data import load_corpus, make_tokenizer, prepare
     from headloom.train.run import train, writes_records
 
-    corpus = load_corpus(text.data)
+    corpus = load_corpus(text.data, text_column=text.text_column)
     tokenizer = make_tokenizer(text.tokenizer, [document.text for document in corpus.train])
     leading = run.evaluation_bytes or evaluation_bytes(run.tokens_trained, run.evaluations)
     data = prepare(corpus, tokenizer, context=run.tokens, validation_bytes=text.validation_bytes, leading_bytes=leading)
+    if on_note is not None and writes_records():
+        for note in data.notes:
+            on_note(note)
     result = train(run, data, tokenizer, folder, on_progress, **options)
     if writes_records():
         written = {**run.model_dump(mode="json", exclude_defaults=True), **text.model_dump()}

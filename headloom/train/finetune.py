@@ -50,6 +50,7 @@ class Progress(Protocol):
     """What is told while it runs; `headloom.lab.progress.Bar` serves."""
 
     def stage(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
     def start(self, runs: int, steps: int, done: int) -> None: ...
     def run(self, name: str, number: int) -> None: ...
     def step(self, number: int, step: int, loss: float) -> None: ...
@@ -100,6 +101,8 @@ def finetune(
     with locked(out):
         done = {key for key, run in configs.items() if _finished(_folder(out, *key), resolve(run, data, tokenizer))}
         if progress:
+            for note in data.notes:
+                progress.note(note)
             progress.start(len(configs), first.steps, len(done))
         for number, (key, config) in enumerate(configs.items(), start=1):
             if key in done:
@@ -232,6 +235,7 @@ def _result(out: Path, configs: Runs, data: TokenData) -> dict[str, Any]:
     shared = next(iter(configs.values()))
     found = {
         "data": data.title,
+        "notes": list(data.notes),
         "fingerprint": data.fingerprint,
         "settings": {k: v for k, v in shared.to_dict().items() if k not in ("name", "seed", "model", "graft")},
         "complete": sum(len(arm["runs"]) for arm in arms.values()) == len(configs),

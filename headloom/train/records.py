@@ -55,6 +55,7 @@ class RunResult(BaseModel):
         bits_per_byte, validation_loss (nats per token), perplexity, validation_tokens, validation_bytes: at the end,
         on the validation split.
         validation_text: the rules of that measurement in one line.
+        notes: what people should know about the data before they trust a number; mostly empty.
         curve: held-out quality along the way and at the end; empty where none was asked for. curve_text: its rules.
         selection_bits_per_byte: on the split that learning rates are chosen by, None where there is none.
         weights: SHA-256 of the trained weights.
@@ -78,6 +79,7 @@ class RunResult(BaseModel):
     validation_tokens: int
     validation_bytes: int
     validation_text: str
+    notes: tuple[str, ...] = ()
     curve: tuple[CurvePoint, ...] = ()
     curve_text: str = ""
     selection_bits_per_byte: float | None

@@ -267,6 +267,7 @@ def _result(
         validation_tokens=measured.tokens,
         validation_bytes=measured.bytes,
         validation_text=measured.text,
+        notes=data.notes,
         curve=tuple(recorder.curve),
         curve_text=recorder.curve_text,
         selection_bits_per_byte=selection_bits,

@@ -223,7 +223,7 @@ def test_cost_takes_options_either_way_and_settings_win():
     [
         (["ihaa"], "Did you mean 'iha'?"),
         (["iha", "--set", "pseudo_heads"], "must look like name=value"),
-        (["iha", "--set", "mha.pseudo_heads=2"], "unknown option 'mha.pseudo_heads' of iha"),
+        (["iha", "--set", "mha.pseudo_heads=2"], "unknown variant in --set 'mha'"),
         (["mha", "--set", "num_heads=7"], "num_heads 7"),
         (["mha", "--tokens", "0"], "tokens must be at least 1, not 0"),
         (["mha", "--dtype", "int3"], "dtype must be float32"),

@@ -66,3 +66,46 @@ def test_packed_weights_in_bytes():
 def test_wrong_calls(arguments, message):
     done = call("cost", *arguments)
     assert done.exit_code == 2 and message in done.stderr
+
+
+def test_several_side_by_side():
+    """D = 128, H = 8, T = 128: numbers of each are those it has alone, and one default P holds everywhere."""
+    done = call("cost", "mha,iha,iha:pseudo_heads=4,linear", "--set", "iha.order=token")
+    assert done.exit_code == 0, done.output
+    assert (
+        "iha:order=token runs with pseudo_heads=2: the comparison's default, used where none is given." in done.stdout
+    )
+    rows = {
+        cells[0]: cells[1:] for line in done.stdout.splitlines() if (cells := [c.strip() for c in line.split("│")][1:])
+    }
+    D, H = 128, 8
+    assert rows["mha"][0] == f"{4 * D * D:,}" and rows["mha"][2] == "1" and rows["mha"][3] == f"{2 * D * 4:,}"
+    assert rows["iha:order=token"][0] == f"{4 * D * D + 4 * H * H * 2:,}"
+    found = json.loads(call("cost", "mha,iha,iha:pseudo_heads=4", "--set", "iha.order=token", "--json").stdout)
+    labels = ["mha", "iha:order=token", "iha:order=token:pseudo_heads=4"]
+    assert [row["variant"] for row in found] == labels
+    alone = json.loads(call("cost", "iha:order=token", "--json").stdout)
+    assert found[1] == alone
+    assert alone["attention"]["config"]["pseudo_heads"] == 2 and alone["notes"] != []
+    assert found[2]["attention"]["config"]["order"] == "token" and found[2]["notes"] == []
+    # every query meets P keys of every token it sees, and its own token's later ones: near P^2 mha's
+    assert alone["relative"]["exact"] == pytest.approx(4, rel=0.05)
+
+
+def test_a_size_is_set_for_all_of_them():
+    found = json.loads(call("cost", "mha,sas", "--set", "hidden_size=64", "--set", "num_heads=4", "--json").stdout)
+    assert [row["attention"]["config"]["hidden_size"] for row in found] == [64, 64]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mha,iha", "--set", "sas.kernel_size=3"], "unknown variant in --set 'sas'"),
+        (["mha,iha", "--set", "pseudo_heads=2"], "unknown option 'pseudo_heads' of mha"),
+        (["mha,", "--set", "pseudo_heads"], "--set must look like name=value"),
+        ([","], "unknown mechanism ','"),
+    ],
+)
+def test_wrong_calls_of_several(arguments, message):
+    done = call("cost", *arguments)
+    assert done.exit_code == 2 and message in done.stderr

@@ -206,6 +206,43 @@ def test_control_c_keeps_what_is_finished(tune, tmp_path, monkeypatch):
     assert done.exit_code == 130 and "the same command goes on" in done.stderr
 
 
+def test_a_saved_data_set_by_its_column_and_its_own_validation_split(tune, tmp_path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = [f"the {i} brown foxes jump over {i * i % 97} dogs" for i in range(60)]
+    train = datasets.Dataset.from_dict({"text": ["wrong"] * 40, "body": rows[:40]})
+    held = datasets.Dataset.from_dict({"text": ["wrong"] * 20, "body": rows[40:]})
+    datasets.DatasetDict(train=train, validation=held).save_to_disk(tmp_path / "set")
+    datasets.enable_progress_bars()
+    arguments = [*IHA, "--only-grafted", "--validation-bytes", "5000", "--json"]
+    done = tune(tmp_path / "out", *arguments, "--text-column", "body", data=tmp_path / "set")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert "validated on 'validation'" in found["data"]
+    assert found["arms"]["grafted"]["runs"][0]["validation_bytes"] == sum(map(len, rows[40:]))
+    wrong = tune(tmp_path / "other", *arguments, "--text-column", "bodi", data=tmp_path / "set")
+    assert wrong.exit_code == 2 and "no 'bodi' column; it has: text, body. Did you mean 'body'" in wrong.stderr
+
+
+def test_a_tokenizer_that_loses_text_is_refused(tune, llama_folder, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(
+        models.WordLevel(
+            {w: i for i, w in enumerate(["?", "the", "brown", "fox", "jumps", "over", "dogs", "end"])}, "?"
+        )
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(llama_folder).save_pretrained(model)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="end").save_pretrained(model)
+    done = tune(tmp_path / "out", *IHA, model=model)
+    assert done.exit_code == 2 and "the tokenizer loses text: at least" in done.stderr and "'bytes'" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_wrong_calls_leave_nothing_behind(tune, llama_folder, tmp_path):
     empty, bert, out = tmp_path / "empty.txt", tmp_path / "bert", tmp_path / "out"
     empty.write_text("")
@@ -221,7 +258,7 @@ def test_wrong_calls_leave_nothing_behind(tune, llama_folder, tmp_path):
         ([], {}, "say with --to what attention it should get"),
         ([*IHA, "--layers", "7"], {}, "layer 7 does not exist"),
         ([*IHA, "--original", llama_folder], {}, "is its own original"),
-        ([*IHA, "--tokens", "999"], {}, "tokens must be at most 64"),
+        ([*IHA, "--tokens", "99"], {}, "tokens must be at most 64"),
         ([*IHA, "--seeds", "0"], {}, "seeds must be at least 1"),
         ([*IHA, "--dtype", "float16"], {}, "dtype="),
     ):

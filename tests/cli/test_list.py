@@ -132,7 +132,13 @@ def test_import_adds_two_modules():
 def test_table_json_and_wrong_calls():
     done = call("list", "--costs")
     assert done.exit_code == 0
-    for part in ("graft keeps", "2 H K = 1,536", "schedule hybrid: ", "arXiv:2602.21371"):
+    for part in (
+        "graft keeps",
+        "2 H K = 1,536",
+        "schedule hybrid: ",
+        "arXiv:2602.21371",
+        "iha is measured with pseudo_heads=2",
+    ):
         assert part in done.stdout
     rows = {row["name"]: row for row in json.loads(call("list", "--costs", "--json").stdout)}
     assert rows["mha"]["cache"] == "2 H K = 1,536" and rows["mha"]["grafts"] is True

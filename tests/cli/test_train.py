@@ -50,6 +50,31 @@ def test_tensorboard_has_every_step(made):
     assert [point.value for point in losses] == pytest.approx([loss for _, loss in expected])
 
 
+def test_a_column_of_a_csv_and_what_people_should_know_of_the_data(tmp_path):
+    rows = "".join(f'"wrong","the {i} foxes, and {i * i % 97} dogs"\n' for i in range(60))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "t.csv").write_text("text,body\n" + rows)
+    (tmp_path / "set" / "picture.png").write_bytes(b"\0")
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    arguments = ["--data", tmp_path / "set", "--text-column", "body", "--steps", 2, *settings]
+    done = call(*arguments, "--out", tmp_path / "r")
+    assert done.exit_code == 0, done.output
+    notes = json.loads((tmp_path / "r" / "result.json").read_text())["notes"]
+    assert notes[0] == "left out of folder 'set': not UTF-8 text 1 (.png 1)" and "warning: little text" in notes[1]
+    assert all(note in done.stderr and note in done.stdout for note in notes)
+    again = call(tmp_path / "r" / "run.yaml", "--out", tmp_path / "again", "--json")
+    assert again.exit_code == 0 and json.loads(again.stdout)["notes"] == notes
+    assert "Traceback" not in call(*arguments[:2], "--text-column", "no", "--out", tmp_path / "x").output
+
+
+def test_the_json_beside_saved_data_is_no_text(tmp_path):
+    """412 bytes of metadata made a table once."""
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}' * 3)
+    (tmp_path / "dataset_info.json").write_text('{"features": {"text": {"dtype": "string", "_type": "Value"}}}' * 3)
+    done = call("--data", tmp_path, "--steps", 2, "--out", tmp_path / "r")
+    assert done.exit_code == 2 and "cannot be loaded" in done.stderr and "Traceback" not in done.output
+
+
 def test_its_file_makes_it_again(made, tmp_path, monkeypatch):
     _, out = made
     asked = []

@@ -8,6 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from headloom.core.errors import HeadloomError
 from headloom.data import Corpus, Document, TokenStream, TrainingRows, make_tokenizer, pack, prepare, row_order
@@ -141,10 +143,92 @@ def test_fingerprint_tells_tokens_and_vocabulary_apart():
     assert base == packing_module.TokenData(stream_of(9), stream_of(5), 20, "another title").fingerprint
 
 
+def test_little_text_is_said_and_enough_is_not():
+    tokenizer = make_tokenizer("bytes")
+    little = prepare(corpus_of(["train " * 50], ["held out " * 9]), tokenizer, context=16)
+    assert little.notes == (
+        "warning: little text: 20 contexts of 16 tokens to train on and 5 held out (below 100 and 20 numbers say "
+        "little about any other text): give more",
+    )
+    enough = prepare(corpus_of(["a" * 15 * 100], ["x" * 15 * 20]), tokenizer, context=16)
+    assert enough.notes == ()
+
+
+def lossy(kind: str) -> PreTrainedTokenizerFast:
+    """Tokenizers as people have them, none of them spelt in bytes."""
+    if kind == "eight words":
+        vocabulary = {word: index for index, word in enumerate(("?", "the", "a", "cat", "dog", "sat", "on", "."))}
+        words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+        words.normalizer, words.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+        return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token=".")
+    letters = {"?": 0, ".": 1, "\u2581": 2} | {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz ,é", 3)}
+    if kind != "composed":
+        letters |= {"e\u0301": len(letters), "\u0301": len(letters) + 1}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[], unk_token="?"))
+    if kind == "composed":  # another spelling of the same letters comes back
+        made.normalizer = normalizers.NFC()
+    elif kind == "lower case":
+        made.normalizer = normalizers.Lowercase()
+    elif kind == "sentencepiece":  # a space before every text, which decoding takes away, or leaves
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    elif kind == "leading space":
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
+    if kind in ("composed", "lower case"):
+        made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="?", eos_token=".", clean_up_tokenization_spaces=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "lost"),
+    [
+        ("eight words", "The cat sat on a big mat", 8),  # comes back as "the cat sat on a": T, b, i, g, m, a, 2 spaces
+        ("eight words", "the  cat", 1),
+        ("lower case", "a Cat and A DOG", 5),
+        ("lower case", "a cat , and a dog", 0),
+        ("composed", "cafe\u0301", 3),
+        ("composed", "café", 0),
+        ("sentencepiece", "a cat , and a dog", 0),
+        ("sentencepiece", " a  cat", 0),
+        ("sentencepiece", "a Cat", 1),
+        ("leading space", "a cat , and a dog", 0),
+    ],
+)
+def test_the_share_of_text_that_tokens_do_not_carry(kind, text, lost):
+    stream = pack([Document("a", text)], lossy(kind))
+    assert stream.lost == pytest.approx(lost / len(text.encode())) and stream.bytes == len(text.encode())
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
+def test_tokenizers_of_bytes_lose_nothing(spec):
+    texts = ["naïve <|endoftext|> café \U0010ffff\r\n\t x . , n't", " the cat sat on the mat" * 20]
+    assert pack([Document("a", text) for text in texts], make_tokenizer(spec, texts * 9)).lost == 0.0
+
+
+def test_a_lossy_tokenizer_is_refused_and_a_little_loss_is_said():
+    text = "a cat sat on a dog , " * 60
+    with pytest.raises(
+        HeadloomError, match=r"at least 4\.8% of the held-out bytes do not come back.* \('bytes', 'bpe:4096'"
+    ):
+        prepare(corpus_of([text], [text.replace("dog", "Dog")]), lossy("lower case"), context=16)
+    data = prepare(corpus_of([text], [text + "A"]), lossy("lower case"), context=16)
+    assert data.notes[-1] == "warning: the tokenizer loses at least 0.08% of the held-out bytes"
+    assert data.validation.lost == pytest.approx(1 / 1261) and data.train.lost is None
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: prepare(corpus_of(["short"], ["x"]), make_tokenizer("bytes"), context=16), "has 7 tokens, one row of"),
+        (
+            lambda: prepare(corpus_of(["short"], ["x" * 15]), make_tokenizer("bytes"), context=16),
+            "a corpus gives 7 tokens to train on and 17 held out; a context of 16 needs at least 61 and 16",
+        ),
+        (
+            lambda: prepare(corpus_of(["a" * 99], ["x"]), make_tokenizer("bytes"), context=16),
+            "101 tokens .* and 3 held out",
+        ),
         (lambda: prepare(corpus_of(["a" * 99], ["x"]), make_tokenizer("bytes"), context=1), "context=1"),
         (
             lambda: prepare(corpus_of(["a" * 99], ["x"]), make_tokenizer("bytes"), context=9, validation_bytes=0),

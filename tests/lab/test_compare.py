@@ -292,3 +292,36 @@ def test_a_constant_state_is_said_beside_the_table(small, tmp_path):
     assert said == [
         "linear remembers 17,408 bytes a sequence, however long, besides what its tokens leave in the cache."
     ]
+
+
+def test_what_people_should_know_of_the_data_is_said_first_and_recorded(small, tmp_path):
+    rows = [f"the {i} foxes jump over {i * i % 97} dogs" for i in range(40)]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "t.csv").write_text("text,body\n" + "".join(f"wrong,{row}\n" for row in rows))
+    (tmp_path / "set" / "a.bin").write_bytes(b"\0")
+    told = Told()
+    given = {**small, "data": tmp_path / "set", "text_column": "body", "seeds": 1}
+    found = compare(TWO, out=tmp_path / "s", progress=told, **given)
+    first, second = found.results["notes"][:2]
+    assert first == "left out of folder 'set': not UTF-8 text 1 (.bin 1)"
+    assert "warning: little text" in second and told.notes[:2] == [first, second]
+    study = json.loads((found.folder / "study.json").read_text())
+    assert study["data"]["title"].endswith(f"40 documents, {sum(map(len, rows)):,} bytes")
+    assert "--text-column body" in study["command"]
+    with pytest.raises(HeadloomError, match="no 'text' column; it has: body"):
+        (tmp_path / "set" / "t.csv").write_text("body\nx\n")
+        compare(TWO, out=tmp_path / "t", **{**given, "text_column": None})
+
+
+def test_a_tokenizer_that_loses_text_is_refused(small, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["?", "the", "quick", "fox", "over", "lazy", "box", "end"])}, "?")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="end").save_pretrained(tmp_path / "words")
+    with pytest.raises(HeadloomError, match=r"the tokenizer loses text: at least \d+"):
+        compare(TWO, out=tmp_path / "s", **{**small, "tokenizer": tmp_path / "words"})
+    assert not (tmp_path / "s").exists()

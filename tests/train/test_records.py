@@ -136,7 +136,7 @@ def test_folders_of_others_are_refused(tmp_path):
 
 def test_a_folder_that_another_process_writes_is_refused(run_tiny, held_elsewhere, tmp_path):
     held_elsewhere(tmp_path / "run0")
-    with pytest.raises(HeadloomError, match="another process is writing .*: wait for it, or choose another --out"):
+    with pytest.raises(HeadloomError, match=r"another process is writing .*: wait for it, or choose another --out"):
         run_tiny()
     assert [entry.name for entry in (tmp_path / "run0").iterdir()] == [".lock"]
 
