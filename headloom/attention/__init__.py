@@ -12,7 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -74,6 +74,8 @@ def mechanisms() -> dict[str, MechanismInfo]:
 
 def make_config(name: str, **options: Any) -> AttentionConfig:
     """The config of the mechanism `name`; unknown names and options are refused with the near ones."""
+    if not isinstance(name, str):
+        raise HeadloomError(f"a mechanism's name must be a text (hl.mechanisms() has them), not {name!r}")
     config_cls = _MECHANISMS[name].config_cls
     check_names(config_cls, options, of=name)
     missing = [field for field in ("hidden_size", "num_heads") if field not in options]
@@ -113,20 +115,78 @@ def build_from_config(config: AttentionConfig, layer_index: int = 0) -> Attentio
 
 def maps(attention: Attention, x_BTD: Tensor, **call: Any) -> Maps:
     """Every attention pattern of one layer, and the effective per-token map: `Attention.maps`."""
+    if not isinstance(attention, Attention):
+        raise HeadloomError(
+            f"hl.maps takes one attention and its input (B, T, D), not a {type(attention).__name__}: give what "
+            "hl.attention made, or of a grafted model one layer's attention, as in "
+            "hl.maps(model.model.layers[0].self_attn, hidden_states)"
+        )
     return attention.maps(x_BTD, **call)
 
 
-def build(name: str, **options: Any) -> Attention:
-    """An attention module: `attention("iha", hidden_size=256, num_heads=8, pseudo_heads=4)`."""
-    return build_from_config(make_config(name, **options))
+class _Own:
+    """The default of an option that is left to the mechanism."""
+
+    def __repr__(self) -> str:
+        return "<the mechanism's>"
+
+
+_OWN: Any = _Own()
+
+
+def build(
+    name: str,
+    hidden_size: int = _OWN,
+    num_heads: int = _OWN,
+    *,
+    num_kv_heads: int | None = _OWN,
+    head_dim: int | None = _OWN,
+    value_dim: int | None = _OWN,
+    causal: bool = _OWN,
+    window: int | None = _OWN,
+    dropout: float = _OWN,
+    qkv_bias: bool = _OWN,
+    out_bias: bool = _OWN,
+    qk_norm: Literal["head", "width"] | None = _OWN,
+    norm_eps: float = _OWN,
+    rope_theta: float | None = _OWN,
+    rotary_dim: int | None = _OWN,
+    rope_scaling: dict | None = _OWN,
+    softcap: float | None = _OWN,
+    projection: Literal["linear", "bit", "packed"] = _OWN,
+    base: str = _OWN,
+    score: Literal["softmax", "identity", "hard"] = _OWN,
+    scale: float | None = _OWN,
+    **options: Any,
+) -> Attention:
+    """An attention module: `attention("iha", hidden_size=256, num_heads=8, pseudo_heads=4)`.
+
+    The module takes x (B, T, D) and gives (B, T, D); `help(type(module).forward)` has its other arguments.
+
+    Args:
+        name: of a mechanism; `headloom list`, or `hl.mechanisms()`, has them.
+        hidden_size: D. num_heads: H. These two must be given. The others are the mechanism's where they are not:
+            `headloom list NAME` prints what each means, may be and costs.
+        options: the mechanism's own (pseudo_heads of iha, say), and sizes of its base.
+    Raises:
+        HeadloomError: an unknown name or option (with the near ones), a wrong value, sizes that do not go together.
+    """
+    common = {field: value for field, value in locals().items() if field in _COMMON and value is not _OWN}
+    return build_from_config(make_config(name, **common, **options))
+
+
+_COMMON = tuple(name for name in inspect.signature(build).parameters if name not in ("name", "options"))
 
 
 class _Callable(ModuleType):
-    def __call__(self, name: str, **options: Any) -> Attention:
-        return build(name, **options)
+    __signature__ = inspect.signature(build)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Attention:
+        return build(*arguments, **options)
 
 
 sys.modules[__name__].__class__ = _Callable
+__doc__ = f"attention{inspect.signature(build)}\n\n{inspect.getdoc(build)}\n\nAs a package: {__doc__}"
 
 __all__ = [
     "Attention",

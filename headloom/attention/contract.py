@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from headloom.attention.arguments import as_mask, check_cache, check_input, check_rows, check_token_data
 from headloom.attention.bases import BASES, Base
 from headloom.attention.config import AttentionConfig
 from headloom.attention.folding import Linear, Plain
@@ -52,6 +53,10 @@ class Maps:
 
     patterns: Tensor
     effective: Tensor | None
+
+    def __repr__(self) -> str:
+        effective = None if self.effective is None else tuple(self.effective.shape)
+        return f"Maps(patterns {tuple(self.patterns.shape)}, effective {effective})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,7 +194,7 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         *,
-        mask: Mask | None = None,
+        mask: Mask | Tensor | None = None,
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
@@ -199,7 +204,8 @@ class Attention(nn.Module):
         """Attend: (B, T, D) -> (B, T, D).
 
         Args:
-            mask: a predicate (`Causal`, `Window`, `Documents`, `Padding`, `Dense`, joined by `&`); it is joined with
+            mask: a predicate (`Causal`, `Window`, `Documents`, `Padding`, `Dense`, joined by `&`), or a boolean tensor
+                (T, S), (B, T, S) or (B, 1, T, S), True = visible, which stands for its `Dense`; it is joined with
                 the config's own causality and window and never loosens them. `Exactly(mask)` takes their place: what
                 it shows is seen, and nothing else is inferred.
             positions: ints (T,) or (B, T); they only rotate. Where they restart they open a new document, unless
@@ -215,7 +221,7 @@ class Attention(nn.Module):
     def _prepare(
         self,
         x_BTD: Tensor,
-        mask: Mask | None = None,
+        mask: Mask | Tensor | None = None,
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
@@ -223,12 +229,15 @@ class Attention(nn.Module):
         update_cache: bool = True,
     ) -> _Call:
         c = self.config
-        if x_BTD.dim() != 3 or x_BTD.shape[-1] != c.hidden_size:
-            raise HeadloomError(f"the input must have shape (B, T, {c.hidden_size}), not {tuple(x_BTD.shape)}")
+        check_input(x_BTD, c.hidden_size, getattr(self, "o_proj", None))
         B, T, _ = x_BTD.shape
+        check_cache(cache, self.layer_index, B)
+        mask = as_mask(mask)
+        check_rows(mask, B)
         rules = sort_rules(mask, causal=c.causal, window=c.window)
         padding = given_once("padding", padding, rules.padding)
         documents = given_once("documents", documents, rules.documents)
+        check_token_data(x_BTD, positions=positions, padding=padding, documents=documents)
         alone = rules.exact and padding is None and documents is None
         past = 0 if cache is None else cache.length(self.layer_index)
         held = None if cache is None else cache.held(self.layer_index)

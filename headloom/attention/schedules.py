@@ -106,6 +106,22 @@ def option_classes(name: str) -> tuple[Any, ...]:
     return (found.config_cls, *(known[part].config_cls for part in found.mechanisms))
 
 
+def as_spec(given: Any) -> Spec:
+    """A mechanism's name or (name, options), as the latter."""
+    if isinstance(given, str):
+        return given, {}
+    pair = tuple(given) if isinstance(given, Sequence) else ()
+    if len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Mapping):
+        return pair[0], dict(pair[1])
+    raise HeadloomError(f"a layer's attention must be a mechanism's name or (name, options), not {given!r}")
+
+
+def whole(name: str, value: Any) -> None:
+    """Refuse what is not a whole number of at least 1."""
+    need(type(value) is int, f"{name} must be a whole number, not {value!r}")
+    need(value >= 1, f"{name} must be at least 1, not {value}")
+
+
 def pattern_of(name: str, options: Mapping[str, Any], *, num_layers: int, tokens: int | None = None) -> list[Spec]:
     """One period of `name`: a mechanism's is itself."""
     classes = option_classes(name)
@@ -127,7 +143,7 @@ def pattern_of(name: str, options: Mapping[str, Any], *, num_layers: int, tokens
 
 def over_depth(pattern: Sequence[Spec], num_layers: int) -> list[Spec]:
     """The pattern repeated over `num_layers` and cut off at the last. A model shallower than one period is refused."""
-    need(num_layers >= 1, f"num_layers must be at least 1, not {num_layers}")
+    whole("num_layers", num_layers)
     if len(pattern) > num_layers:
         raise HeadloomError(
             f"a pattern of {len(pattern)} layers does not fit a model of {num_layers}: give a deeper model, or a "
@@ -162,7 +178,12 @@ def schedule(
     >>> schedule("hybrid", num_layers=26, tokens=8192, pseudo_heads=4)[:5:4]
     [('iha', {'pseudo_heads': 4, 'window': 256}), ('mha', {})]
     """
+    whole("num_layers", num_layers)
+    if tokens is not None:
+        whole("tokens", tokens)
     one: Any = (what, {}) if isinstance(what, str) else what
+    if not isinstance(one, Sequence):
+        raise HeadloomError(f"give a schedule's name, or a list of mechanisms' names or (name, options), not {one!r}")
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], Mapping):
         pattern = pattern_of(one[0], {**one[1], **options}, num_layers=num_layers, tokens=tokens)
     else:
@@ -170,11 +191,13 @@ def schedule(
             raise HeadloomError("an empty pattern: give at least one mechanism")
         pattern = []
         for item in one:
-            name, own = (item, {}) if isinstance(item, str) else item
+            name, own = as_spec(item)
             if name in _SCHEDULES:
                 raise HeadloomError(f"'{name}' is a schedule of many layers: it cannot be one place of a pattern")
             pattern.append((name, {**options, **own}))
     if windows is not None:
+        if not isinstance(windows, Sequence):
+            raise HeadloomError(f"windows must be a list, one for each place of the pattern, not {windows!r}")
         if len(windows) != len(pattern):
             raise HeadloomError(
                 f"{len(windows)} windows came for a pattern of {len(pattern)} layers: give one for each"

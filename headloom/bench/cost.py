@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headloom.attention import Attention, AttentionConfig, build_from_config, layer_config, make_config
+from headloom.attention.schedules import whole
 from headloom.core.errors import HeadloomError
 from headloom.ops.bit import BitLinear, pack_bits, weight_bytes, weight_count
 from headloom.ops.scores import flop_convention
@@ -139,8 +140,7 @@ def cost(name: str, *, tokens: int = 1024, dtype: str = "float32", **options: An
 
 def config_cost(config: AttentionConfig, *, tokens: int = 1024, dtype: str = "float32") -> Cost:
     """What the mechanism of a config costs; `dtype` is the cache's and the weights' ("float32", "bfloat16", ...)."""
-    if tokens < 1:
-        raise HeadloomError(f"tokens must be at least 1, not {tokens}")
+    whole("tokens", tokens)
     bytes_each = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}.get(dtype)
     if bytes_each is None:
         raise HeadloomError(f"dtype must be float32, bfloat16, float16 or float64, not '{dtype}'")

@@ -8,7 +8,6 @@ over base gqa, no dropout. `plain_form(attention)` finds the one for a mechanism
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ def plain_form(attention: Attention) -> Callable[[Any, Tensor], Tensor]:
 
     Raises: HeadloomError: there is none.
     """
-    form = getattr(sys.modules[__name__], attention.name, None)
+    form = FORMS.get(attention.name)
     if form is None:
         raise HeadloomError(f"{attention.name} has no straightforward form to measure against")
     return form
@@ -73,9 +72,6 @@ def mha(attention: Any, x_BTD: Tensor) -> Tensor:
     return output(attention, scored(q, k, v, c.window))
 
 
-gqa = mqa = mha
-
-
 def iha(attention: Any, x_BTD: Tensor) -> Tensor:
     """Mixes by einsum; paired: H P attentions and a mean; interleaved (virtual order): the expanded sequence."""
     c = attention.config
@@ -119,3 +115,7 @@ def sas(attention: Any, x_BTD: Tensor) -> Tensor:
         simulated.append(y)
     out = F.scaled_dot_product_attention(simulated[0], simulated[1], simulated[2], is_causal=True)
     return output(attention, out.unflatten(1, (-1, c.num_heads)).mean(1))
+
+
+Form = Callable[[Any, Tensor], Tensor]
+FORMS: dict[str, Form] = dict(mha=mha, gqa=mha, mqa=mha, iha=iha, sas=sas)  # noqa: C408  # the functions' own names

@@ -1,11 +1,12 @@
 """The command line: `headloom compare`, `study`, `train`, `list`, `cost`, `bench`, and for checkpoints `graft`, `fold`,
 `generate`, `finetune`.
 
-Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted.
+Exit status: 0 done, 1 a run failed, 2 the call was wrong, 130 interrupted, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -20,6 +21,7 @@ from headloom.cli.graft import graft
 from headloom.cli.list import list_mechanisms
 from headloom.cli.study import app as study
 from headloom.cli.train import train
+from headloom.core.waiting import wait_briefly
 
 app = typer.Typer(
     name="headloom",
@@ -63,4 +65,5 @@ def _root(
 
 def main() -> None:
     """The `headloom` entry point."""
+    wait_briefly(os.environ)  # torch is not imported yet
     app()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stdout
-from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 import typer
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-RUN_FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
+RUN_FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout and nothing else there.")]
 DATA_KINDS = (
@@ -35,18 +38,60 @@ Size = Annotated[str, typer.Option("--size", help="tiny, small, 125M, 350M, 1.3B
 
 
 def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
-    """A user's fault ends a command with one line on stderr and the status that belongs to it, never a traceback."""
+    """A user's fault ends a command with one line on stderr and the status that belongs to it, never a traceback.
+
+    SIGTERM ends it as Ctrl-C does, with a status of its own.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except HeadloomError as error:
-            line = " ".join(str(error).split())
-            typer.echo(f"error: {line}", err=True)
-            raise typer.Exit(RUN_FAILED if isinstance(error, RunError) else WRONG_CALL) from None
+        with _sigterm_interrupts() as terminated:
+            try:
+                return command(*args, **kwargs)
+            except HeadloomError as error:
+                line = _in_options(" ".join(str(error).split()), command)
+                typer.echo(f"error: {line}", err=True)
+                raise typer.Exit(RUN_FAILED if isinstance(error, RunError) else WRONG_CALL) from None
+            except (KeyboardInterrupt, typer.Exit):
+                if terminated.is_set():
+                    raise typer.Exit(TERMINATED) from None
+                raise
 
     return wrapped
+
+
+def _in_options(line: str, command: Callable[..., Any]) -> str:
+    """The line with the command's own options where it names arguments as Python writes them: what raised it knows no
+    command line. `allow_change=True` is --allow-change, and `learning_rate: ...` at its start --learning-rate: ..."""
+    from typer.models import OptionInfo
+
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        for option in getattr(hint, "__metadata__", ()):
+            if isinstance(option, OptionInfo):
+                spelled = next(iter(option.param_decls or ()), "--" + name.replace("_", "-"))
+                line = re.sub(rf"\b{name}=True\b", spelled, line)
+                line = re.sub(rf"^{name}: ", f"{spelled}: ", line)
+    return line
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[threading.Event]:
+    """Inside, SIGTERM raises KeyboardInterrupt, and sets the event; unless whoever called decided what it does."""
+    terminated = threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        terminated.set()
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield terminated
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

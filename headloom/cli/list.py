@@ -56,7 +56,7 @@ def list_mechanisms(
 
 def _named(as_json: bool) -> None:
     """What the source says; torch stays unimported."""
-    from headloom.cli.names import LINES, described
+    from headloom.lab.names import LINES, described
 
     mechanisms, schedules = described()
     if as_json:
@@ -71,7 +71,7 @@ def _named(as_json: bool) -> None:
 def _options(name: str, as_json: bool) -> None:
     from headloom.bench import catalogue
     from headloom.bench.options import options
-    from headloom.cli.names import described
+    from headloom.lab.names import described
     from headloom.lab.variants import defaults
 
     usual = defaults()
@@ -125,7 +125,7 @@ def _word(value: object) -> str:
 
 def _measured(as_json: bool) -> None:
     from headloom.bench import catalogue
-    from headloom.cli.names import described
+    from headloom.lab.names import described
     from headloom.lab.variants import defaults
 
     usual = defaults()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class HeadloomError(ValueError):
@@ -18,6 +19,12 @@ def near(name: str, allowed: Iterable[str]) -> str:
     """`" Did you mean 'iha'?"` for a name close to an allowed one, else an empty string."""
     matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
     return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+def need_module(value: Any) -> None:
+    """Refuse what is not a PyTorch module (known by its methods: this floor imports no torch)."""
+    if isinstance(value, type) or not hasattr(value, "named_modules"):
+        raise HeadloomError(f"give a model or an attention (a torch.nn.Module), not {value!r}")
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> HeadloomError:

@@ -5,14 +5,14 @@ They are initialised by (seed, name)."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from headloom.attention import layer_config
 from headloom.attention.config import AttentionConfig
-from headloom.attention.schedules import layers_of
+from headloom.attention.schedules import as_spec, layers_of, whole
 from headloom.core.errors import HeadloomError
 from headloom.hf.adapter import spec_of
 from headloom.hf.config import OWN_ROTARY, config_class, grafted_config
@@ -65,6 +65,17 @@ def build_model(
 
     from headloom.hf.classes import model_class, register_heads
 
+    sized = {"vocab_size": vocab_size, "num_layers": num_layers, "intermediate_size": intermediate_size}
+    for name, value in {**sized, "max_positions": max_positions}.items():
+        whole(name, value)
+    for name, token in (("pad", pad_token_id), ("bos", bos_token_id), ("eos", eos_token_id)):
+        if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
+            raise HeadloomError(f"{name}_token_id must be an id below vocab_size {vocab_size} or None, not {token!r}")
+    if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
+        raise HeadloomError(f"rope_scaling must be a mapping like {{'rope_type': ...}} or None, not {rope_scaling!r}")
+    if type(tie_embeddings) is not bool:
+        raise HeadloomError(f"tie_embeddings must be true or false, not {tie_embeddings!r}")
+    place = _device(device)
     backbone = family_named(family)
     names, made = _layers(
         specs,
@@ -100,28 +111,34 @@ def build_model(
     layers = [spec_of(backbone, config, i, c, name) for i, (name, c) in enumerate(zip(names, made, strict=True))]
     register_heads(backbone)
     cls = model_class(backbone.name, backbone.head_classes()["AutoModelForCausalLM"])
-    device = torch.device("cpu" if device is None else device)
-    place = device if device.type == "meta" else contextlib.nullcontext()
-    with torch.random.fork_rng(devices=[]), place, no_init_weights():
+    where = place if place.type == "meta" else contextlib.nullcontext()
+    with torch.random.fork_rng(devices=[]), where, no_init_weights():
         model = cls(grafted_config(config, layers, rotary=OWN_ROTARY))
-    if device.type != "meta":
+    if place.type != "meta":
         with seeded_by_name(model, seed):
             model.initialize_weights()
     elif model._can_set_experts_implementation():  # the others read how many tokens an expert got
         model.set_experts_implementation("batched_mm")
     model.tie_weights()
-    return model.to(device)
+    return model.to(place)
+
+
+def _device(given: Any) -> torch.device:
+    try:
+        return torch.device("cpu" if given is None else given)
+    except (RuntimeError, TypeError):
+        raise HeadloomError(f"device must be one that PyTorch has here (cpu, cuda, meta), not {given!r}") from None
 
 
 def _layers(specs: Any, num_layers: int, max_positions: int, **sizes: Any) -> tuple[list[str], list[AttentionConfig]]:
     """Mechanism names and configs, one per layer."""
-    if num_layers < 1:
-        raise HeadloomError(f"num_layers must be at least 1, not {num_layers}")
     if isinstance(specs, str):
         specs = (specs, {})
     if isinstance(specs, tuple) and len(specs) == 2 and isinstance(specs[0], str):
-        specs = layers_of(*specs, num_layers=num_layers, tokens=max_positions)
-    specs = [(spec, {}) if isinstance(spec, str) else spec for spec in specs]
+        specs = layers_of(*as_spec(specs), num_layers=num_layers, tokens=max_positions)
+    if not isinstance(specs, Sequence):
+        raise HeadloomError(f"give a mechanism's name, (name, options), or a list of one per layer, not {specs!r}")
+    specs = [as_spec(spec) for spec in specs]
     if len(specs) != num_layers:
         raise HeadloomError(
             f"{len(specs)} specs came for {num_layers} layers: give one for all, one per layer, or repeat a pattern "

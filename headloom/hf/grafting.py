@@ -11,6 +11,7 @@ from torch import nn
 
 from headloom.attention import layer_config, make_config, mechanisms
 from headloom.attention.config import AttentionConfig
+from headloom.attention.schedules import as_spec
 from headloom.core.errors import HeadloomError
 from headloom.hf.adapter import spec_of
 from headloom.hf.classes import grafted_class
@@ -196,7 +197,7 @@ def _plan(name: str | None, layers: Any, options: dict[str, Any], count: int) ->
         return dict.fromkeys(parse_layers(layers, count), (name, options))
     plan: dict[int, tuple[str, dict[str, Any]]] = {}
     for where, spec in layers.items():
-        own, more = (spec, {}) if isinstance(spec, str) else spec
+        own, more = as_spec(spec)
         for index in parse_layers(where, count):
             if index in plan:
                 raise HeadloomError(f"layer {index} is named twice")

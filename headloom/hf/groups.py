@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from headloom.attention import Attention
+from headloom.core.errors import HeadloomError, need_module
 
 
 def no_decay_names(model: nn.Module) -> set[str]:
@@ -32,6 +33,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     >>> [(len(g["params"]), g["weight_decay"]) for g in groups]
     [(1, 0.1), (1, 0.0)]
     """
+    need_module(model)
+    if type(weight_decay) not in (int, float) or not 0 <= weight_decay < float("inf"):
+        raise HeadloomError(f"weight_decay must be a number of at least 0, not {weight_decay!r}")
     spared = no_decay_names(model)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
@@ -46,6 +50,7 @@ def mix_names(model: nn.Module) -> list[str]:
     Adapters such as LoRA leave everything else of a model as it is, so that without this the added parts neither
     train nor are saved. Every name is a module's inside an attention: ["q_mix", "k_mix"], or ["head_q.0", "head_q.1"].
     """
+    need_module(model)
     names = [
         path
         for child, added in _added(model)

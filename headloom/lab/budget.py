@@ -10,7 +10,7 @@ Counts are taken from the built model on the meta device, never from a formula, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,11 @@ class Match:
     @property
     def relative(self) -> float:
         return self.count / self.target - 1
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Match:
+        """From what `to_dict` gives."""
+        return cls(values["match"], tuple(values["knobs"]), values["target"], values["count"])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""

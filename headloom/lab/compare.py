@@ -6,12 +6,13 @@ It is a study with defaults: see `headloom.lab.study` for studies, and `headloom
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.folder import open_folder
+from headloom.lab.folder import open_folder, refuse_other
+from headloom.lab.growth import differing_specs
 from headloom.lab.plan import Plan, make_plan
 from headloom.lab.progress import Progress
 from headloom.lab.resolve import resolve
@@ -21,6 +22,9 @@ from headloom.lab.spec import StudySpec, identity
 from headloom.lab.study import Budget, Engine, Study
 from headloom.lab.variants import Variant, parse_variants
 from headloom.train.config import EVALUATIONS
+
+if TYPE_CHECKING:
+    from headloom.data import Corpus
 
 __all__ = ["Comparison", "Interrupted", "compare", "make_spec", "run_study"]
 
@@ -58,7 +62,8 @@ def compare(
         evaluations: validations along every run, besides the one at its end (0: none).
         data, text_column, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
         threads: processor threads of a run; None: all this process may use.
-        out: the study's folder; None: headloom-compare here, or the first free number after it.
+        out: the study's folder; runs that it holds already and that are asked for again are used again. None:
+            headloom-compare here, or the first free number after it.
         progress: is told what happens. report: also write report.html and figures/.
         engine: "local" (a process for each run), or "inline" (this process, for a debugger).
 
@@ -68,6 +73,10 @@ def compare(
 
     A run that fails is recorded with its reason and the others go on: see `Comparison.failed`.
     """
+    if out is not None and not isinstance(out, str | Path):
+        raise HeadloomError(f"out must be a folder's path, not {out!r}")
+    if progress is not None and not isinstance(progress, Progress):
+        raise HeadloomError(f"progress must be a headloom.lab.progress.Progress or None, not {progress!r}")
     progress = progress or Progress()
     with progress:
         progress.stage("reading the call")
@@ -121,7 +130,9 @@ def _run(
     report: bool,
 ) -> Comparison:
     progress.stage("reading the text and matching budgets")
-    plan = make_plan(spec)
+    if out is not None:
+        refuse_other(Path(out), lambda held: differing_specs(held, spec))
+    plan = make_plan(spec, lambda corpus: _same_text(out, corpus))
     for note in plan.data.notes:
         progress.note(note)
     resolved = plan.resolved
@@ -130,6 +141,17 @@ def _run(
     command = command or f"headloom study run {shlex.quote(str(folder / 'study.yaml'))}"
     runner = Runner(plan, folder, study_hash, resolved, study, command, _notes(plan), progress, report)
     return runner.run()
+
+
+def _same_text(out: str | Path | None, corpus: Corpus) -> None:
+    """Refuse a folder with a study of another text before this one is tokenised."""
+
+    def differing(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        there, here = held["resolved"]["data"]["corpus"], corpus.fingerprint
+        return {} if there == here else {"data": {"there": there[:12], "here": here[:12]}}
+
+    if out is not None:
+        refuse_other(Path(out), differing)
 
 
 def make_spec(variants: list[Variant], size: Size, **settings: Any) -> StudySpec:
@@ -160,24 +182,29 @@ def comparison_study(
         place = Engine(name=engine)  # type: ignore[arg-type]
     except ValueError:
         raise HeadloomError(f"engine must be local or inline, not '{engine}'") from None
-    return Study(
-        name="headloom-compare",
-        variants=tuple(variant.text for variant in variants),
-        budgets=(EQUAL_PARAMETERS,),
-        size=size,
-        seeds=seeds,
-        statistics=seeds > 1,
-        data=data,
-        text_column=text_column,
-        tokenizer=tokenizer,
-        threads=threads,
-        steps=steps,
-        tokens=tokens,
-        batch_size=batch_size,
-        learning_rates=None if learning_rate is None else (learning_rate,),
-        evaluations=evaluations,
-        engine=place,
-    )
+    written: dict[str, Any] = {
+        "name": "headloom-compare",
+        "variants": tuple(variant.text for variant in variants),
+        "budgets": (EQUAL_PARAMETERS,),
+        "size": size,
+        "seeds": seeds,
+        "statistics": seeds > 1,
+        "data": data,
+        "text_column": text_column,
+        "tokenizer": tokenizer,
+        "threads": threads,
+        "steps": steps,
+        "tokens": tokens,
+        "batch_size": batch_size,
+        "learning_rates": None if learning_rate is None else (learning_rate,),
+        "evaluations": evaluations,
+        "engine": place,
+    }
+    try:
+        return Study(**written)
+    except HeadloomError as error:  # the study's keys are this function's arguments, but for this one
+        line = str(error).removeprefix("study: ").replace("learning_rates.0:", "learning_rate:")
+        raise HeadloomError(line) from None
 
 
 def compare_command(spec: StudySpec) -> str:

@@ -73,6 +73,8 @@ def show(value: Any) -> str:
 
 def split_pair(text: str, what: str) -> tuple[str, str]:
     """("pseudo_heads", "2") from "pseudo_heads=2"."""
+    if not isinstance(text, str):
+        raise HeadloomError(f"{what} must be a text that looks like name=value, not {text!r}")
     name, equals, value = text.partition("=")
     if not equals or not name.strip() or not value.strip():
         raise HeadloomError(f"{what} must look like name=value, not '{text}'")

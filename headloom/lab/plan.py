@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -104,8 +104,10 @@ class Plan:
         }
 
 
-def make_plan(spec: StudySpec) -> Plan:
+def make_plan(spec: StudySpec, on_corpus: Callable[[Corpus], None] | None = None) -> Plan:
     """Load the data, match the budgets (all but time), and check that the runs differ in nothing else.
+
+    on_corpus: sees the text before it is tokenised, and may refuse it.
 
     Raises HeadloomError for data that cannot be used, options that do not fit the size, budgets that cannot be matched,
     equal variants, and unfair ones.
@@ -122,6 +124,8 @@ def make_plan(spec: StudySpec) -> Plan:
     tokenizer = make_tokenizer(spec.tokenizer, [document.text for document in corpus.train])
     longest = max(variant.shape.tokens for variant in spec.variants)
     corpus, chosen_by = (corpus, None) if spec.selection_bytes is None else _split_validation(corpus, spec)
+    if on_corpus is not None:
+        on_corpus(corpus)
     data = prepare(
         corpus,
         tokenizer,

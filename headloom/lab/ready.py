@@ -20,6 +20,8 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     """The mapping in a study's file, or in the ready study of that name; HeadloomError where there is none."""
     import yaml
 
+    if not isinstance(path, str | Path):
+        raise HeadloomError(f"a study is the path of its file, or a ready study's name, not {path!r}")
     place, ready = Path(path), ready_studies()
     if place.is_file():
         try:

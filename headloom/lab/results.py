@@ -13,6 +13,7 @@ from typing import Any
 from headloom.core.files import read_json, write_json
 from headloom.lab.fairness import differences, flatten
 from headloom.lab.folder import slug, write_csv
+from headloom.lab.growth import kept_besides
 from headloom.lab.spec import StudySpec, VariantSpec
 from headloom.lab.statistics import Difference, correct, paired_difference, sentence, spread, summary
 
@@ -169,7 +170,7 @@ def summarise(
         "runs": runs,
         "headlines": headlines(spec, compared, timing),
         "summary": summary(compared, unit=UNIT, condition=condition(spec)),
-        "notes": [*notes, *_failure_notes(runs)],
+        "notes": [*notes, *_timing_notes(timing), *_failure_notes(runs), *_kept_notes(folder, runs)],
         "warnings": _warnings(variants),
         "quality_text": texts[0] if texts else "",
         "config_differences": differing,
@@ -303,6 +304,27 @@ def _warnings(variants: Sequence[Mapping[str, Any]]) -> list[str]:
         if variant["difference"] is not None and 0 < variant["difference"]["n"] < 3:
             found.append(f"{variant['label']} is compared over {variant['difference']['n']} seeds: three are usual.")
     return found
+
+
+def _timing_notes(timing: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What joined later was not measured with the others."""
+    return [
+        f"{label} joined the study later: its step time was measured then, in turns with {times['beside']}, and is "
+        f"given in {times['beside']}'s step time from before."
+        for label, times in timing.items()
+        if "beside" in times
+    ]
+
+
+def _kept_notes(folder: Path, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = kept_besides(folder, {run["folder"] for run in runs})
+    if not found:
+        return []
+    named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return [
+        f"Finished runs in the folder that are no part of the study as it was asked for last, kept and not counted "
+        f"here: {len(found)} ({named})."
+    ]
 
 
 def _failure_notes(runs: Sequence[Mapping[str, Any]]) -> list[str]:

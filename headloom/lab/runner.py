@@ -25,13 +25,15 @@ from typing import Any
 from headloom.core.errors import RunError
 from headloom.core.files import read_json, write_json, write_text
 from headloom.core.locks import locked
+from headloom.lab.budget import Match
 from headloom.lab.engines import Engine, Listener, open_engine
+from headloom.lab.growth import arrange, timing_key
 from headloom.lab.plan import Plan
 from headloom.lab.progress import Progress
 from headloom.lab.results import folder_of, is_beyond, read_run, read_runs, summarise, write_results
 from headloom.lab.spec import Shape, StudySpec
 from headloom.lab.study import Study
-from headloom.lab.timing import match_time
+from headloom.lab.timing import Measured, match_time
 from headloom.lab.work import Bundle, Job, foreign
 
 
@@ -106,39 +108,53 @@ class Runner(Listener):
 
     def _run(self, engine: Engine) -> Comparison:
         before = read_json(self.folder / "study.json") or {}
-        if not before:
-            write_text(self.folder / "study.yaml", self.study.to_yaml())
-        started = before.get("started") or _now()
+        self._held = before.get("hash")
+        self._started = before.get("started") or _now()
         try:
-            self._match_time(engine, before, started)
+            self._match_time(engine, before)
             self._runs(engine)
         except KeyboardInterrupt:
+            if self._held not in (None, self.hash):
+                raise Interrupted(f"stopped: '{self.folder}' is as it was; to go on: {self._again()}") from None
             self._finish()
             raise Interrupted(self._how_to_go_on()) from None
         return self._finish()
 
-    def _match_time(self, engine: Engine, before: Mapping[str, Any], started: str) -> None:
-        """Take step times and frozen shapes from the manifest, or measure, and write them there."""
-        frozen, self.timing = before.get("frozen"), before.get("timing") or {}
-        if not (frozen and self.timing):
-            self._write_manifest(started)
+    def _match_time(self, engine: Engine, before: Mapping[str, Any]) -> None:
+        """Take step times and shapes from the manifest as far as they are there, measure the rest, and write it all."""
+        spec, kept = self.spec, dict(before.get("measured") or {})
+        keys = {v.label: timing_key(spec, self.resolved["configs"], v.label) for v in spec.variants}
+        known = Measured(
+            {label: kept[key]["timing"] for label, key in keys.items() if key in kept},
+            {label: Shape(**kept[key]["shape"]) for label, key in keys.items() if key in kept},
+            {
+                label: Match.from_dict(kept[key]["match"])
+                for label, key in keys.items()
+                if kept.get(key, {}).get("match")
+            },
+        )
+        if not before:
+            self._write_manifest(Measured(), {})
+        if len(known.timing) < len(keys):
             self.progress.stage("measuring step times")
-            shapes, self.timing, matches = match_time(self.spec, self.plan.shapes, lambda s: self._measure(engine, s))
-            frozen = {label: shape.model_dump() for label, shape in shapes.items()}
-            met = {label: match.to_dict() for label, match in matches.items()}
-            self._time_matched(frozen, met)
-            self._write_manifest(started, frozen=frozen, time_matches=met)
-        else:
-            self._time_matched(frozen, before.get("time_matches") or {})
+        found = match_time(spec, self.plan.shapes, lambda shapes: self._measure(engine, shapes), known)
+        self._time_matched(found)
+        if before.get("hash") != self.hash or len(known.timing) < len(keys):
+            for label, key in keys.items():
+                match = found.matches.get(label)
+                kept[key] = {
+                    "timing": found.timing[label],
+                    "shape": found.shapes[label].model_dump(),
+                    "match": match.to_dict() if match else None,
+                }
+            self._write_manifest(found, kept)
 
-    def _time_matched(self, frozen: Mapping[str, Any], matches: Mapping[str, Any]) -> None:
-        from headloom.lab.budget import Match
-
-        both = dict(self.plan.matches)
-        for label, met in matches.items():
-            match = Match(met["match"], tuple(met["knobs"]), met["target"], met["count"])
-            both[label] = (*both[label], match)
-        self.plan = self.plan.with_shapes({label: Shape(**values) for label, values in frozen.items()}, both)
+    def _time_matched(self, found: Measured) -> None:
+        matches = dict(self.plan.matches)
+        for label, match in found.matches.items():
+            matches[label] = (*matches[label], match)
+        self.timing = dict(found.timing)
+        self.plan = self.plan.with_shapes(found.shapes, matches)
         self._costs, self._configs = self.plan.costs(), self.plan.configs
 
     def _measure(self, engine: Engine, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
@@ -149,17 +165,22 @@ class Runner(Listener):
     def _runs(self, engine: Engine) -> None:
         """The runs that are missing; where there is a grid, those beyond its edges and at the chosen rates as soon as
         what they follow from is complete."""
+        from headloom.train.checkpoints import remove_all
+
         spec, again = self.spec, True
         while again:
-            keys = [(run["variant"], run["seed"], run["learning_rate"]) for run in read_runs(spec, self.folder)]
+            keys = self._keys()
             first = not self._numbers
             jobs = {key: self._job(*key) for key in keys}
             for job in jobs.values():
                 self._numbers.setdefault(job.name, len(self._numbers) + 1)
-            waiting = [job for key, job in jobs.items() if not self._is_finished(*key)]
+            finished = {key for key in keys if self._is_finished(*key)}
+            waiting = [job for key, job in jobs.items() if key not in finished]
             waiting = [job for job in waiting if first or job.name not in self._tried]
             if first:
                 self._tried: set[str] = set()
+                for key in finished:  # a kill between a result and this would have left them
+                    remove_all(self.folder / folder_of(spec, *key))
                 self._announce(keys, waiting)
             else:
                 added = [job for (_, seed, rate), job in jobs.items() if job in waiting and is_beyond(spec, seed, rate)]
@@ -169,6 +190,14 @@ class Runner(Listener):
                 self._forget_failure(job)
             engine.run(waiting, self)
             again = bool(waiting) and spec.has_grid and (spec.grid_seeds < len(spec.seeds) or spec.extend_grid > 0)
+
+    def _keys(self) -> list[tuple[str, int, float]]:
+        """The runs as far as they are decided on, those that are there each in its place."""
+        while True:
+            keys = [(run["variant"], run["seed"], run["learning_rate"]) for run in read_runs(self.spec, self.folder)]
+            wanted = {folder_of(self.spec, *key): self.plan.run(*key).to_dict() for key in keys}
+            if not arrange(self.folder, wanted):  # what is in its place now may decide on others
+                return keys
 
     def _announce(self, keys: Sequence[tuple[str, int, float]], waiting: Sequence[Job]) -> None:
         spec, known = self.spec, {(label, seed) for label, seed, _ in keys}
@@ -199,15 +228,10 @@ class Runner(Listener):
 
     def _is_finished(self, label: str, seed: int, rate: float) -> bool:
         """Whether a run's result is there and belongs to this very configuration."""
-        from headloom.train.checkpoints import remove_all
-
         if read_run(self.spec, self.folder, label, seed, rate)["status"] != "finished":
             return False
         place = self.folder / folder_of(self.spec, label, seed, rate)
-        if read_json(place / "config.json") != self.plan.run(label, seed, rate).to_dict():
-            return False
-        remove_all(place)  # a kill between the result and this would have left them
-        return True
+        return read_json(place / "config.json") == self.plan.run(label, seed, rate).to_dict()
 
     # what the engine says
 
@@ -254,7 +278,7 @@ class Runner(Listener):
 
     def _finish(self) -> Comparison:
         if not self.timing:  # stopped before anything could be said
-            self._time_matched({label: shape.model_dump() for label, shape in self.plan.shapes.items()}, {})
+            self._time_matched(Measured({}, self.plan.shapes))
         results = self._results()
         write_results(self.folder, results)
         if not self.report:
@@ -267,13 +291,14 @@ class Runner(Listener):
     def _how_to_go_on(self) -> str:
         runs = self._results()["runs"]
         done = sum(run["status"] == "finished" for run in runs)
-        command = f"{self.command} --out {shlex.quote(str(self.folder))}"
-        return f"stopped: {done} of {len(runs)} runs are finished and kept; to go on: {command}"
+        return f"stopped: {done} of {len(runs)} runs are finished and kept; to go on: {self._again()}"
 
-    def _write_manifest(
-        self, started: str, *, frozen: Mapping[str, Any] | None = None, time_matches: Mapping[str, Any] | None = None
-    ) -> None:
-        """study.json."""
+    def _again(self) -> str:
+        return f"{self.command} --out {shlex.quote(str(self.folder))}"
+
+    def _write_manifest(self, found: Measured, kept: Mapping[str, Any]) -> None:
+        """study.yaml and study.json: what was asked for last. `kept`: all that was ever measured in this folder, for a
+        variant that comes back."""
         from headloom.train.records import machine
 
         spec, plan = self.spec, self.plan
@@ -306,12 +331,16 @@ class Runner(Listener):
                 "the median of interleaved repetitions of every variant's whole training step (forward, backward, "
                 "clipping, AdamW), measured once, before the runs"
             ),
-            "timing": self.timing,
-            "frozen": dict(frozen or {}),
-            "time_matches": dict(time_matches or {}),
-            "started": started,
+            "timing": dict(found.timing),
+            "frozen": {label: shape.model_dump() for label, shape in found.shapes.items()},
+            "time_matches": {label: match.to_dict() for label, match in found.matches.items()},
+            "measured": dict(kept),
+            "started": self._started,
         }
+        if self._held != self.hash:
+            write_text(self.folder / "study.yaml", self.study.to_yaml())
         write_json(self.folder / "study.json", record)
+        self._held = self.hash
 
 
 def training_text(plan: Plan) -> str:

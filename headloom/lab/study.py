@@ -179,6 +179,8 @@ class Study(_Written):
         """As from_yaml, from a mapping."""
         import yaml
 
+        if not isinstance(values, Mapping):
+            raise HeadloomError(f"a study is a mapping of keys to values, not {values!r}")
         whole = cls(**values)  # every size's block is checked, whichever is taken
         for name, block in whole.sizes.items():
             cls(**{**values, "sizes": {}, **block, "size": name})

@@ -1,11 +1,14 @@
 """Equal time: every variant's real training step, taken in turns before the runs, and the number of steps each gets.
 
-What was measured is frozen in study.json: a study that goes on, or is made again from that file, does not measure.
+What was measured is frozen in study.json: a study that goes on, or is made again from that file, does not measure. One
+that has grown measures the new variants only, in turns with one that was measured before, and gives their times in
+that one's time of then: what else the machine does now is in neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
@@ -23,6 +26,15 @@ GUESSES = 4
 
 Timing = dict[str, Any]
 Measure = Callable[[Mapping[str, Shape]], dict[str, Timing]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """By label: the step times, the shapes at equal time, and what the time budget came to where it has one."""
+
+    timing: Mapping[str, Timing] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    matches: Mapping[str, Match] = field(default_factory=dict)
 
 
 def step_times(
@@ -79,35 +91,63 @@ def training_step(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenize
 
 
 def match_time(
-    spec: StudySpec, shapes: Mapping[str, Shape], measure: Measure
-) -> tuple[dict[str, Shape], dict[str, Timing], dict[str, Match]]:
+    spec: StudySpec, shapes: Mapping[str, Shape], measure: Measure, known: Measured = Measured()
+) -> Measured:
     """Shapes whose runs take equal time, every variant's step time, and what the budget came to.
 
     Knobs of the model are turned until a step takes as near as can be the target's; then all steps are measured
-    together, and `steps`, if it is a knob, closes what is left.
+    together, and `steps`, if it is a knob, closes what is left. What is `known` is kept, and its variants are not
+    matched again.
 
     Raises HeadloomError when the nearest reachable time is further from the target's than the tolerance.
     """
     budget = spec.budget("time")
-    shapes = dict(shapes)
+    shapes = {**shapes, **known.shapes}
+    new = [variant for variant in spec.variants if variant.label not in known.timing]
     if budget is not None:
-        for variant in spec.variants:
+        for variant in new:
             target = spec.target(budget, variant)
             for knob in budget.knobs_of(variant) if target else ():
                 if knob != "steps":
                     assert target is not None
                     shapes[variant.label] = _grown(variant.label, knob, shapes, target, measure)
-    timing = measure(shapes)
-    matches = {}
+    timing = {**known.timing, **_timings(spec, shapes, new, measure, known.timing)}
+    matches = dict(known.matches)
     if budget is not None:
-        for variant in spec.variants:
+        for variant in new:
             target = spec.target(budget, variant)
             if target is not None:
                 seconds = shapes[target].steps * timing[target]["median"]
                 shapes[variant.label], matches[variant.label] = _timed(
                     variant, budget, shapes[variant.label], timing[variant.label]["median"], seconds
                 )
-    return shapes, timing, matches
+    return Measured(timing, shapes, matches)
+
+
+def _timings(
+    spec: StudySpec,
+    shapes: Mapping[str, Shape],
+    new: Sequence[VariantSpec],
+    measure: Measure,
+    known: Mapping[str, Timing],
+) -> dict[str, Timing]:
+    """The step times of new variants; where some are known, each beside one of those, and in its time of then."""
+    if not new:
+        return {}
+    budget, beside = spec.budget("time"), {}
+    for variant in new:
+        target = spec.target(budget, variant) if budget else None
+        beside[variant.label] = next((o for o in (target, variant.against, spec.reference, *known) if o in known), None)
+    labels = [v.label for v in spec.variants if v.label in beside or v.label in beside.values()]
+    found = measure({label: shapes[label] for label in labels})
+    times = {}
+    for label, other in beside.items():
+        times[label] = found[label]
+        if other is not None:
+            factor = known[other]["median"] / found[other]["median"]
+            scaled = {key: factor * found[label][key] for key in ("median", "low", "high")}
+            times[label] = {**found[label], **scaled, "beside": other}
+    return times
 
 
 def _timed(variant: VariantSpec, budget: BudgetSpec, shape: Shape, step: float, seconds: float) -> tuple[Shape, Match]:

@@ -1,16 +1,18 @@
 """A worker of the local engine: `python -m headloom.lab.worker BUNDLE`. It imports once, and forks for every run.
 
+    BUNDLE   the number of an open file that holds what all runs share
     stdin    a job a line (JSON)
     stdout   {"ready"} | {"pid"} | {"step", "loss"} | {"done": result} | {"failed": reason} | {"ended": wait status}
 
 A run that crashes takes only its own process with it. When stdin ends, because the study is over or was killed, every
-process here ends: nobody trains for a study that is gone.
+process here ends without a word: nobody trains for a study that is gone.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import mmap
 import os
 import pickle
 import sys
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 
-def main(bundle_path: str) -> None:
+def main(bundle_file: str) -> None:
     """Serve jobs until stdin ends."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no message
@@ -30,8 +32,8 @@ def main(bundle_path: str) -> None:
 
     keep_freed()
 
-    with open(bundle_path, "rb") as file:
-        bundle = pickle.load(file)
+    with mmap.mmap(int(bundle_file), 0, access=mmap.ACCESS_READ) as file:
+        bundle = pickle.loads(file)
     _tell(channel, {"ready": os.getpid()})
     while line := _line():
         job = Job(**json.loads(line))
@@ -90,8 +92,11 @@ def _watch() -> None:
 
 
 def _tell(channel: IO[str], message: dict[str, Any]) -> None:
-    channel.write(json.dumps(message) + "\n")
-    channel.flush()
+    try:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+    except BrokenPipeError:  # the study is gone
+        os._exit(1)
 
 
 if __name__ == "__main__":

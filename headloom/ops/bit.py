@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headloom.core.errors import HeadloomError
+from headloom.core.errors import HeadloomError, need_module
 
 PER_BYTE = 5
 ZEROS = 121  # five digits 1, the weight 0
@@ -202,6 +202,7 @@ def pack_bits(module: nn.Module) -> nn.Module:
     Raises:
         HeadloomError: there is nothing to pack.
     """
+    need_module(module)
     found = [(path, part) for path, part in module.named_modules() if isinstance(part, BitLinear)]
     if not found:
         raise HeadloomError(

@@ -32,7 +32,9 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
-            return NotImplemented
+            raise HeadloomError(
+                f"masks are joined with masks, not with a {type(other).__name__}: give booleans (B, T, S) as hl.Dense"
+            )
         return And((*self.parts(), *other.parts()))
 
 
@@ -65,7 +67,8 @@ class _Data(Mask):
     values: Tensor
 
     def __post_init__(self) -> None:
-        """Here so that the generated __init__ calls a subclass's."""
+        if not isinstance(self.values, Tensor):
+            raise HeadloomError(f"{type(self).__name__} takes a tensor, not a {type(self.values).__name__}")
 
     def to(self, *args, **kwargs) -> Mask:
         device = torch.empty(0).to(*args, **kwargs).device
@@ -84,6 +87,7 @@ class Dense(_Data):
     """A given rule per pair: `values` bool (B or 1, T, S), True = visible. A (B, 1, T, S) mask loses its head axis."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         values = self.values
         if values.dtype != torch.bool:
             raise HeadloomError(f"Dense takes a boolean mask (True = visible), not {values.dtype}")

@@ -33,3 +33,11 @@ def test_equal_outputs_and_gradients(name, options):
 def test_without_one():
     with pytest.raises(HeadloomError, match="linear has no straightforward form"):
         plain_form(hl.attention("linear", hidden_size=8, num_heads=2))
+
+
+@pytest.mark.parametrize("name", ["math", "scored", "torch"])
+def test_a_mechanism_with_the_name_of_something_else_in_that_file_has_none(name):
+    attention = hl.attention("linear", hidden_size=8, num_heads=2)
+    attention.name = name
+    with pytest.raises(HeadloomError, match=f"{name} has no straightforward form"):
+        plain_form(attention)

@@ -255,3 +255,11 @@ def test_python_m_headloom():
     assert done.returncode == 0
     for command in ("compare", "list", "cost"):
         assert command in done.stdout
+
+
+def test_what_a_study_calls_otherwise_is_said_as_the_option(tmp_path):
+    done = call("compare", "--learning-rate", "-1", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == "error: --learning-rate: input should be greater than 0, not -1.0"
+    done = call("compare", "--batch-size", "0", "--out", str(tmp_path / "out"))
+    assert done.stderr.splitlines()[-1] == "error: --batch-size: input should be greater than or equal to 1, not 0"

@@ -94,3 +94,16 @@ def test_generation_is_for_causal_models(call, tmp_path):
     BertModel(BertConfig(vocab_size=20, **sizes)).save_pretrained(tmp_path / "bert")
     done = call("generate", tmp_path / "bert", "--prompt", "a")
     assert done.exit_code == 2 and "no causal language model" in done.stderr
+
+
+def test_a_refusal_speaks_of_the_commands_own_options(call, llama_folder, tmp_path):
+    """What raises it knows no command line and says allow_change=True."""
+    done = call("graft", llama_folder, tmp_path / "out", "--to", "diff")
+    assert done.exit_code == 2
+    assert "pass --allow-change" in done.stderr and "allow_change" not in done.stderr
+
+
+def test_iha_takes_two_pseudo_heads_where_none_are_given_and_says_so(call, llama_folder, tmp_path):
+    done = call("graft", llama_folder, tmp_path / "out", "--to", "iha", "--json")
+    assert json.loads(done.stdout)["layers"][0]["config"]["pseudo_heads"] == 2
+    assert "iha runs with pseudo_heads=2: the comparison's default" in done.stderr

@@ -15,7 +15,7 @@ from headloom.attention.schedules import schedules
 from headloom.bench.catalogue import SIZES, entries, grafts_exactly
 from headloom.bench.formula import Size, cache_formula
 from headloom.cli.app import app
-from headloom.cli.names import LINES, _texts, described
+from headloom.lab.names import LINES, _texts, described
 from headloom.lab.variants import defaults
 
 PAGE = Path(headloom.__file__).parent.parent / "docs" / "mechanisms.md"
@@ -105,7 +105,7 @@ def test_lines_of_a_class(source, expected):
 
 
 def test_a_class_that_computes_its_lines_is_asked(monkeypatch):
-    monkeypatch.setattr("headloom.cli.names._texts", lambda node: {"name": "x"})
+    monkeypatch.setattr("headloom.lab.names._texts", lambda node: {"name": "x"})
     assert [lines["name"] for lines in described()[0]] == list(mechanisms())
 
 

@@ -163,3 +163,25 @@ def test_the_loss_is_the_causal_one():
     wanted = nn.functional.cross_entropy(out.logits[0, :-1], x[0, 1:])
     torch.testing.assert_close(out.loss, wanted)
     assert model.loss_type == "ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"specs": 3}, "give a mechanism's name, (name, options), or a list of one per layer, not 3"),
+        ({"specs": ["iha", 3]}, "a mechanism's name or (name, options), not 3"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, not 0"),
+        ({"intermediate_size": "x"}, "intermediate_size must be a whole number, not 'x'"),
+        ({"max_positions": 2.5}, "max_positions must be a whole number, not 2.5"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be a mapping"),
+        ({"device": "nowhere"}, "device must be one that PyTorch has here"),
+        ({"pad_token_id": 99}, "pad_token_id must be an id below vocab_size 50 or None, not 99"),
+        ({"tie_embeddings": "yes"}, "tie_embeddings must be true or false, not 'yes'"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(given, part):
+    sizes = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 8, "max_positions": 8}
+    arguments = {"specs": "mha", "vocab_size": 50, **sizes, **given}
+    with pytest.raises(HeadloomError) as caught:
+        build_model(arguments.pop("specs"), **arguments)
+    assert part in str(caught.value) and "\n" not in str(caught.value)

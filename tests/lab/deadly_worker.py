@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import headloom.train.run as runs
 from headloom.core.errors import RunError
+from headloom.core.heap import freed_memory
 from headloom.lab import worker
 
 
 def train(run, data, tokenizer, folder, on_progress, **options):
     on_progress(1, 2, 5.5)
-    print("said by", run.name)
+    print("said by", run.name, "with freed memory", freed_memory())
     if run.name == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
     if run.name == "killed":

@@ -53,7 +53,6 @@ def test_every_run_is_made_seed_by_seed(made, told):
         folder = made.folder / run["folder"]
         result = json.loads((folder / "result.json").read_text())
         assert result["bits_per_byte"] == run["bits_per_byte"]
-        assert result["machine"].get("freed_memory") != "returned", "its process kept freed memory"
         losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in losses if line.get("kind") == "train"] == [1, 2, 3]
         config = json.loads((folder / "config.json").read_text())
@@ -137,7 +136,7 @@ def test_the_same_study_again_keeps_every_run(made, small):
 
 def test_another_study_is_refused(made, small):
     before = (made.folder / "study.json").read_bytes()
-    with pytest.raises(HeadloomError, match=r"holds another study \(.*spec.variants.*there.*choose another --out"):
+    with pytest.raises(HeadloomError, match=r"holds another study \(steps 3 there, 4 here\), .*choose another --out"):
         compare(TWO, out=made.folder, **{**small, "steps": 4})
     assert (made.folder / "study.json").read_bytes() == before
 

@@ -84,7 +84,8 @@ def test_reasons(told, name, part):
 def test_what_a_process_says_is_in_the_runs_folder(told):
     assert "KeyError: 'a fault of ours'" in (told.folder / "broken" / "log.txt").read_text()
     assert "Segmentation fault" in (told.folder / "segfault" / "log.txt").read_text()  # faulthandler's
-    assert "said by good" in (told.folder / "good" / "log.txt").read_text()
+    said = (told.folder / "good" / "log.txt").read_text()
+    assert "said by good" in said and "returned" not in said
 
 
 def test_workers_that_do_not_start_are_refused(tmp_path, monkeypatch):
@@ -116,3 +117,20 @@ def test_what_is_a_failure_of_a_run_and_what_is_ours(monkeypatch, tmp_path):
     monkeypatch.setattr("headloom.train.run.train", train)
     with pytest.raises(KeyError):
         work(job("x", tmp_path), Bundle(None, None, None), lambda step, loss: None)
+
+
+@pytest.mark.parametrize("said", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
+def test_threads_of_workers_wait_briefly_unless_told_otherwise(said, monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    started = []
+    monkeypatch.setattr(local._Slot, "_start", lambda slot: started.append(slot._environment))
+    local._Slot(0, threads=3, gpu=None)
+    found = {name: started[0].get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    assert found == {
+        "OMP_NUM_THREADS": "3",
+        "OMP_WAIT_POLICY": said.get("OMP_WAIT_POLICY"),
+        "GOMP_SPINCOUNT": said.get("GOMP_SPINCOUNT", None if said else "1000"),
+    }

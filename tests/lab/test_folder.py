@@ -19,12 +19,13 @@ def test_a_new_and_an_empty_folder_are_taken(tmp_path):
 
 
 def test_the_same_study_is_taken_and_another_refused_with_the_way_out(tmp_path):
-    hold(tmp_path, "old", spec={"steps": 100, "size": "tiny"})
+    hold(tmp_path, "old", configs={"mha": {"steps": 100, "seed": 0}})
     assert open_folder(tmp_path, "old", {}) == tmp_path
+    assert open_folder(tmp_path, "grown", {"configs": {"a": {"steps": 100, "seed": 7}, "b": {"steps": 5}}}) == tmp_path
     with pytest.raises(HeadloomError) as caught:
-        open_folder(tmp_path, "new", {"spec": {"steps": 200, "size": "tiny"}})
+        open_folder(tmp_path, "new", {"configs": {"mha": {"steps": 200, "seed": 1}}})
     message = str(caught.value)
-    assert "holds another study (spec.steps 100 there, 200 here)" in message
+    assert "holds another study (mha.steps 100 there, 200 here), and none of its runs can be used again" in message
     assert "choose another --out" in message
     assert "headloom compare --old" in message
     assert json.loads((tmp_path / "study.json").read_text())["hash"] == "old"

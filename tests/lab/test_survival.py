@@ -24,7 +24,7 @@ engine: {name: inline, checkpoint_seconds: 0, workers: 1}
 
 # One process that imports, and forks a study for every life: a kill costs no imports.
 LIVES = """
-import json, os, pathlib, random, signal, sys, time
+import json, os, pathlib, random, signal, sys, tempfile, time
 import headloom as hl
 import headloom.lab.timing, headloom.train.run
 headloom.lab.timing.REPEATS = 1
@@ -54,15 +54,38 @@ for _ in range(10):
     died.append(kill(pid))
 assert os.waitpid(live(file, folder / "killed"), 0)[1] == 0
 
-pid = live(local, folder / "local")
+def command(out):
+    # over the local engine; the pipe ends when every process that was started has ended
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(writes, 2)
+        os.close(writes)
+        sys.argv[1:] = ["study", "run", str(local), "--out", str(out)]
+        from headloom.cli.app import main
+        main()
+    os.close(writes)
+    return pid, open(reads)
+
+def trains(metrics, lines):
+    while not (metrics.exists() and metrics.read_bytes().count(b"\\n") > lines):
+        time.sleep(0.1)
+
+tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
+os.mkdir(tempfile.tempdir)
 metrics = folder / "local" / "runs" / "mha-lr0.001-seed0" / "metrics.jsonl"
-while not (metrics.exists() and metrics.stat().st_size > 500):
-    time.sleep(0.1)
+pid, said = command(folder / "local")
+trains(metrics, 5)
 died.append(kill(pid))
-time.sleep(0.5)
+last_words = [said.read()]
 before = metrics.read_bytes()
-time.sleep(0.5)
-print(json.dumps({"died": died, "lines": before.count(b"\\n"), "goes on": metrics.read_bytes() != before}))
+pid, said = command(folder / "local")
+trains(metrics, before.count(b"\\n") + 5)
+os.kill(pid, signal.SIGTERM)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+last_words.append(said.read())
+print(json.dumps({"died": died, "lines": before.count(b"\\n"), "last words": last_words, "status": status,
+                  "left": os.listdir(tempfile.tempdir)}))
 """
 
 
@@ -89,7 +112,7 @@ def lived(tmp_path_factory, text_file):
     files[0].write_text(STUDY + f"data: {text_file}\n")
     files[1].write_text(files[0].read_text().replace("inline", "local").replace("steps: 4", "steps: 400"))
     arguments = [sys.executable, "-W", "ignore", "-c", LIVES, *files, folder]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder, json.loads(done.stdout)
 
@@ -103,7 +126,21 @@ def test_killed_ten_times_at_random_moments(lived):
 
 
 def test_a_killed_study_leaves_no_run_training(lived):
-    """The local engine's processes end with the study that started them."""
+    """The local engine's processes end with the study that started them, and silently: else its pipe would not end."""
     _, told = lived
-    assert told["died"][-1] and not told["goes on"]
+    assert told["died"][-1]
     assert told["lines"] < 400
+    assert "Error" not in told["last words"][0] and "Traceback" not in told["last words"][0]
+
+
+def test_sigterm_ends_the_workers_and_says_how_to_go_on(lived):
+    folder, told = lived
+    lines = told["last words"][1].splitlines()
+    assert told["status"] == 143
+    assert lines[-1].startswith("stopped: 0 of 4 runs are finished and kept; to go on: headloom study run")
+    assert sum("stopped" in line for line in lines) == 1 and "Traceback" not in told["last words"][1]
+    assert json.loads((folder / "local" / "results.json").read_text())["status"] == "partial"
+
+
+def test_no_temporary_file_is_left_behind(lived):
+    assert lived[1]["left"] == []

@@ -5,7 +5,7 @@ import pytest
 from headloom.core.errors import HeadloomError
 from headloom.lab.resolve import resolve
 from headloom.lab.study import Study
-from headloom.lab.timing import match_time
+from headloom.lab.timing import Measured, match_time
 
 
 def spec(*variants, **values):
@@ -29,7 +29,8 @@ def clock(seconds):
 
 def match(found, seconds):
     measure, asked = clock(seconds)
-    return *match_time(found, {v.label: v.shape for v in found.variants}, measure), asked
+    made = match_time(found, {v.label: v.shape for v in found.variants}, measure)
+    return made.shapes, made.timing, made.matches, asked
 
 
 def test_a_slower_step_gets_fewer_steps_case_15():
@@ -114,3 +115,21 @@ def test_real_steps_are_measured_interleaved(text_file, monkeypatch):
     found = step_times(runs, plan.data, plan.tokenizer, repeats=3)
     assert len(seen) == 2 * (2 + 3) and seen[0::2] == [seen[0]] * 5 and seen[1::2] == [seen[1]] * 5
     assert found["mha"] == {"median": 1, "low": 1, "high": 1, "repeats": 3}
+
+
+def test_what_joins_later_is_measured_beside_its_target_and_in_its_time_of_then():
+    """mha's step took 0.02 s when it was measured, and takes 0.01 s now; sas takes twice mha's. Nothing known moves."""
+    found = spec("mha", "iha:pseudo_heads=2", "sas")
+    before = {"median": 0.02, "low": 0.02, "high": 0.02, "repeats": 9}
+    shapes = {v.label: v.shape for v in found.variants}
+    shapes["iha"] = shapes["iha"].model_copy(update={"steps": 123})
+    known = Measured({"mha": before, "iha": before}, {label: shapes[label] for label in ("mha", "iha")}, {"iha": 7})
+    measure, asked = clock(lambda label, shape: 0.02 if label == "sas" else 0.01)
+    made = match_time(found, {v.label: v.shape for v in found.variants}, measure, known)
+    assert asked == [["mha", "sas"]]
+    assert made.timing["sas"]["median"] == pytest.approx(0.04) and made.timing["sas"]["beside"] == "mha"
+    assert (made.shapes["mha"].steps, made.shapes["iha"].steps, made.shapes["sas"].steps) == (300, 123, 150)
+    assert made.timing["iha"] == before and made.matches["iha"] == 7
+    assert made.matches["sas"].target == pytest.approx(6.0) == made.matches["sas"].count
+    again = Measured(made.timing, made.shapes, made.matches)
+    assert match_time(found, shapes, measure, again) == again and len(asked) == 1

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import headloom
 from headloom.core.errors import HeadloomError
+from headloom.core.waiting import wait_briefly
 from headloom.lab.engines.base import Engine, Listener
 from headloom.lab.work import Bundle, Job
 
@@ -41,11 +42,10 @@ class Local(Engine):
             raise HeadloomError(
                 "engine local needs a system that forks processes (Linux, macOS), and this one does not: use inline"
             )
-        self._place = tempfile.TemporaryDirectory(prefix="headloom-")
-        path = Path(self._place.name) / "bundle.pickle"
-        with path.open("wb") as file:
-            pickle.dump(self._bundle, file, protocol=5)
-        self._path = path
+        # a file without a name: whatever kills this process, nothing is left behind
+        self._file = tempfile.TemporaryFile(prefix="headloom-")
+        pickle.dump(self._bundle, self._file, protocol=5)
+        self._file.flush()
         return self
 
     def __exit__(
@@ -53,13 +53,13 @@ class Local(Engine):
     ) -> None:
         for slot in self._slots:
             slot.close()
-        self._place.cleanup()
+        self._file.close()
 
     def run(self, jobs: Sequence[Job], listener: Listener) -> None:
         waiting = deque(jobs)
         while len(self._slots) < min(self._most, len(jobs)):
             gpu = len(self._slots) % self._gpus if self._gpus else None
-            self._slots.append(_Slot(self._path, self._threads, gpu))
+            self._slots.append(_Slot(self._file.fileno(), self._threads, gpu))
         with selectors.DefaultSelector() as selector:
             for slot in self._slots:
                 selector.register(slot.output, selectors.EVENT_READ, slot)
@@ -81,11 +81,12 @@ class Local(Engine):
 class _Slot:
     """One worker: what it does, and what it says."""
 
-    def __init__(self, bundle: Path, threads: int, gpu: int | None) -> None:
-        self._arguments = [sys.executable, *WORKER, str(bundle)]
+    def __init__(self, bundle: int, threads: int, gpu: int | None) -> None:
+        self._bundle, self._arguments = bundle, [sys.executable, *WORKER, str(bundle)]
         above = str(Path(headloom.__file__).parent.parent)
         paths = dict.fromkeys([above, *filter(None, sys.path)])  # a user's mechanism is imported as here
-        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+        own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+        self._environment = wait_briefly({**os.environ, **own})
         if gpu is not None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             self._environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible != [""] else str(gpu)
@@ -100,6 +101,7 @@ class _Slot:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self._environment,
+            pass_fds=[self._bundle],
             start_new_session=True,  # Ctrl-C is for the study, which then lets go of its workers
         )
         assert self._process.stdout is not None
