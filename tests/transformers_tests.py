@@ -1,4 +1,4 @@
-"""Fetches transformers' own test of every model, `tests/test_modeling_common.py`, from its sdist of the installed version.
+"""Fetches transformers' own test of every model, `tests/test_modeling_common.py`, from the installed version's sdist.
 
     python tests/transformers_tests.py
 
