@@ -29,6 +29,7 @@ from headloom.attention.arguments import as_mask, check_cache, check_input, chec
 from headloom.attention.bases import BASES, Base
 from headloom.attention.config import AttentionConfig
 from headloom.attention.folding import Linear, Plain
+from headloom.attention.pictures import Picture, names
 from headloom.core.errors import HeadloomError
 from headloom.ops import blocks
 from headloom.ops.cache import Cache, Seen
@@ -130,6 +131,14 @@ class Attention(nn.Module):
 
         Where o_proj reads more than the base gives, the base's weights stand in its first columns; spread them here.
         """
+
+    def pictures(self) -> tuple[Picture, ...]:
+        """The learned weights that a report shows, before and after training: every `Mix`, unless a mechanism knows
+        better names for its rows and columns, or has other weights to show."""
+        mixes = [(name, module.weight.shape) for name, module in self.named_modules() if isinstance(module, Mix)]
+        return tuple(
+            Picture(f"{name}.weight", names(shape[0]), names(*shape[1:]), "to", "from") for name, shape in mixes
+        )
 
     def cache_slots(self) -> dict[str, tuple[int, int]]:
         """Slots of one token: name -> (heads, width)."""
@@ -353,16 +362,9 @@ class Attention(nn.Module):
     def weights(self, q: Tensor, k: Tensor, visibility: Visibility) -> Tensor:
         """The patterns of `Maps`, in float32 at least, of queries and whole keys as `core` takes them."""
         c = self.config
-        return blocks.weigh(
-            q,
-            k,
-            expand_pseudo(visibility.dense(device=q.device), visibility.past, self.pseudo, self.virtual),
-            self._scale(q),
-            kind=c.score,
-            softcap=c.softcap,
-            on_logits=self.on_logits,
-            on_weights=self.on_weights,
-        )
+        visible = expand_pseudo(visibility.dense(device=q.device), visibility.past, self.pseudo, self.virtual)
+        hooks: dict[str, Any] = {"on_logits": self.on_logits, "on_weights": self.on_weights}
+        return blocks.weigh(q, k, visible, self._scale(q), kind=c.score, softcap=c.softcap, **hooks)
 
     def spread(self, weights: Tensor, v: Tensor) -> Tensor:
         """What `core` makes of the values by these weights."""

@@ -41,6 +41,7 @@ from torch import Tensor
 from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention
 from headloom.attention.folding import Folding, Linear, Plain, mix_inputs, mix_outputs
+from headloom.attention.pictures import Picture, names
 from headloom.ops import absorbed
 from headloom.ops.cache import Seen
 from headloom.ops.masks import Visibility
@@ -198,6 +199,19 @@ class IHA(Attention):
             std = c.init_std if c.collapse == "full" else max(c.init_std, 1 / P)
             _zero_sum(self.out_mix.weight, std, axis=-1)
             self.out_mix.weight.add_((heads[..., None] if c.collapse == "full" else 1) / P)
+
+    def pictures(self) -> tuple[Picture, ...]:
+        """The mixes by head and pseudo-head."""
+        c = self.config
+        H, G, P = c.num_heads, c.num_kv_heads, c.pseudo_heads
+        pseudo, to = names(H, P), "to head.pseudo-head"
+        mixes = (("q_mix", "from head", H), ("k_mix", "from key head", G), ("v_mix", "from value head", G))
+        found = [Picture(f"{name}.weight", pseudo, names(heads), to, across) for name, across, heads in mixes]
+        if c.collapse == "full":
+            found.append(Picture("out_mix.weight", names(H), pseudo, "to head", "from head.pseudo-head"))
+        elif c.collapse == "head":
+            found.append(Picture("out_mix.weight", names(H), names(P), "to head", "from its pseudo-head"))
+        return tuple(found)
 
     def cache_slots(self) -> dict[str, tuple[int, int]]:
         c = self.config

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from headloom.attention.config import AttentionConfig, need
 from headloom.attention.contract import Attention
+from headloom.attention.pictures import Picture, names
 from headloom.ops.cache import Seen
 from headloom.ops.mixing import mix_heads
 
@@ -164,6 +165,19 @@ class SAS(Attention):
         if c.aggregate == "full" and E > H:  # every copy reads the same W_O, scaled to their mean
             blocks = self.o_proj.weight.view(c.hidden_size, E // H, -1)
             blocks.copy_(blocks[:, :1].clone().expand_as(blocks) / (E // H))
+
+    def pictures(self) -> tuple[Picture, ...]:
+        """The first maps over heads, by head (and tap of the convolution), and the first ones over features."""
+        c = self.config
+        E, K, J, taps = c.simulated_heads, c.query_dim, c.simulated_width, c.kernel_size
+        found = []
+        for letter, heads in (("q", c.num_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads)):
+            columns = names(heads) if taps == 1 else names(heads, taps)
+            across = "from head" if taps == 1 else "from head.tap"
+            found.append(Picture(f"head_{letter}.0.weight", names(E), columns, "to simulated head", across))
+        for letter in "qk":
+            found.append(Picture(f"feature_{letter}.0.weight", names(J), names(K), "to feature", "from feature"))
+        return tuple(found)
 
     def cache_slots(self) -> dict[str, tuple[int, int]]:
         c = self.config

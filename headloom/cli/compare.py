@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from headloom.lab.compare import Comparison
     from headloom.report.tables import Row
 
-WIDE = 150
+WIDE = 195
 
 
 @ends_with_status
@@ -127,8 +128,14 @@ def _table(columns: Sequence[str], rows: Sequence[Row], *, wide: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    from headloom.report import tables
+
     colours = {"better": "green", "worse": "red"}
-    lines = [[*map(Text, row.cells[:-1]), Text(row.cells[-1], style=colours.get(row.verdict, ""))] for row in rows]
+    styles = [{tables.DIFFERENCE: colours.get(row.verdict, "")} for row in rows]
+    lines = [
+        [Text(cell, style=style.get(place, "")) for place, cell in enumerate(row.cells)]
+        for row, style in zip(rows, styles, strict=True)
+    ]
     table = Table(pad_edge=False)
     if not wide:
         heading, *rest = zip(map(Text, columns), *lines, strict=True)
@@ -138,7 +145,13 @@ def _table(columns: Sequence[str], rows: Sequence[Row], *, wide: bool) -> Table:
             table.add_row(*texts)
         return table
     for place, name in enumerate(columns):
-        table.add_column(Text(name), justify="left" if place < 2 else "right", overflow="fold")
+        justify: Literal["left", "right"] = "left" if place < 2 else "right"
+        table.add_column(Text(_broken(name)), justify=justify, overflow="fold")
     for line in lines:
         table.add_row(*line)
     return table
+
+
+def _broken(heading: str) -> str:
+    """A heading in lines of two or three words, so that what stands below it decides a column's width."""
+    return "\n".join(textwrap.wrap(heading, 14))

@@ -15,19 +15,23 @@ from headloom.core.errors import HeadloomError
 from headloom.hf.config import FAMILY_ROTARY
 from headloom.hf.family import Family
 from headloom.hf.layouts import Misfit
-from headloom.hf.masks import alone
+from headloom.hf.masks import alone, is_all
 from headloom.hf.room import view_of
 from headloom.hf.rope import FamilyRotary
 from headloom.hf.share import weights_at_hand
+from headloom.ops.masks import Window
 
 
 class GraftedAttention:
     """Mixin before a mechanism's class: the attention of a layer.
 
     It takes what the layer passes (hidden states, the family's cos and sin, which it does not need, a mask in any
-    form, a transformers cache under any of its names, position ids, whether they only count from 0, documents) and
-    returns (output, weights), weights only if asked for.
+    form and whether it is the caller's, a transformers cache under any of its names, position ids, whether they only
+    count from 0, documents) and returns (output, weights), weights only if asked for.
     """
+
+    own_window: int | None = None
+    """A window that the family's config does not know, so that masks made by transformers do not hold it."""
 
     def forward(
         self,
@@ -39,6 +43,7 @@ class GraftedAttention:
         documents: Tensor | None = None,
         in_order: bool = False,
         with_weights: bool = False,
+        mask_is_all: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         for name in ("past_key_values", "layer_past"):
@@ -46,12 +51,16 @@ class GraftedAttention:
         position_ids = kwargs.get("places") if position_ids is None else position_ids
         layer, T = self.layer_index, hidden_states.shape[1]  # type: ignore[attr-defined]
         view = None if cache is None else view_of(getattr(cache, "self_attention_cache", cache), layer, T)
+        exact = is_all(attention_mask, mask_is_all)
+        mask = alone(attention_mask, T, exact) if view is None else view.arriving(attention_mask, layer, T, exact=exact)
+        if exact and mask_is_all is None and self.own_window is not None and mask is not None:
+            mask = mask & Window(self.own_window)
         offloaded = any(p.is_meta for p in self.parameters()) and not hidden_states.is_meta  # type: ignore[attr-defined]
         with weights_at_hand(self) if offloaded else contextlib.nullcontext():  # type: ignore[arg-type]
             attend: Any = super().forward_with_weights if with_weights else super().forward  # type: ignore[misc]
             found = attend(
                 hidden_states,
-                mask=alone(attention_mask, T) if view is None else view.arriving(attention_mask, layer, T),
+                mask=mask,
                 positions=None if in_order else position_ids,
                 documents=documents,
                 cache=view,
@@ -111,6 +120,8 @@ def make_attention(family: Family, config: Any, index: int, spec: dict[str, Any]
             ) from None
         attention = cls(made, index)
         layout.give_norms(attention, old)
+    if made.window != family.common(config, index).get("window"):
+        attention.own_window = made.window
     if config.headloom.get("rotary", FAMILY_ROTARY) == FAMILY_ROTARY and attention.rotary is not None:
         attention.rotary = family.rotary(attention.rotary.theta, attention.rotary.dim, attention.rotary.scaling)
     return attention

@@ -7,6 +7,7 @@ heads by K, "v" of G heads by V) passes through unchanged: an IHA model's cache 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from headloom.core.errors import HeadloomError
 from headloom.hf.masks import arriving
 from headloom.ops.cache import Cache, Seen
-from headloom.ops.masks import Mask
+from headloom.ops.masks import Dense, Mask, refuse, sort_rules
 
 Slots = dict[str, Tensor]
 Shape = tuple[int, int]
@@ -29,6 +30,9 @@ DECODE_PACKED = (
     "packed documents cannot be continued from a transformers cache: it holds no document ids. "
     "Decode one document at a time (left-padded batches work), or use hl.attention with hl.Cache"
 )
+
+
+UNWRITTEN = "the 4-D mask shows places of the cache that no token stands at: hide them"
 
 
 def pack(slots: Slots) -> tuple[Tensor, Tensor]:
@@ -139,6 +143,8 @@ class HFCache(Cache):
 
     def __init__(self, cache: Any):
         self.cache = cache
+        self.exact = False
+        self.real: Tensor | None = None  # of the tokens looked at (1 or B, S): those that are no padding
 
     def _stored(self, layer: int) -> Any:
         layers = self.cache.layers
@@ -160,13 +166,38 @@ class HFCache(Cache):
         window = getattr(stored, "sliding_window", None) or stored.max_cache_len
         return min(seen, int(window) - 1)
 
-    def arriving(self, mask: Any, layer: int, T: int) -> Mask | None:
-        """A mask in any form, of a call with T tokens, as one of ours over the tokens that the layer sees."""
+    def arriving(self, mask: Any, layer: int, T: int, *, exact: bool = False) -> Mask | None:
+        """A mask in any form, of a call with T tokens, as one of ours over the tokens that the layer sees. `exact`: a
+        4-D mask is the caller's, with a column for each key that transformers' own layer would look at."""
         past, seen = self.length(layer), self.tokens(layer) + T
-        if not self.is_static(layer):
-            return arriving(mask, past, T)
         S = past + T  # a static cache's mask covers its room, which goes on behind this call
-        return arriving(mask, past, T, cut=lambda x: x if x.shape[-1] == S else x[..., seen - S : seen])
+        cut: Callable[[Tensor], Tensor] | None = None
+        if exact:
+            cut = functools.partial(self._columns, layer, T, seen - S, S)
+        elif self.is_static(layer):
+            cut = lambda x: x if x.shape[-1] == S else x[..., seen - S : seen]  # noqa: E731
+        return self._note(arriving(mask, past, T, cut=cut, exact=exact), exact)
+
+    def _note(self, mask: Mask | None, exact: bool) -> Mask | None:
+        """Remember from a mask what the positions of cached tokens are counted by."""
+        self.exact = exact
+        rules = sort_rules(mask, causal=False, window=None)
+        self.real = rules.padding
+        for part in rules.pairs if self.real is None else ():
+            if isinstance(part, Dense):  # padding is what no query sees
+                seen = part.values.any(1)
+                self.real = seen if self.real is None else self.real & seen
+        return mask
+
+    def _columns(self, layer: int, T: int, start: int, S: int, visible: Tensor) -> Tensor:
+        """The columns of the S tokens from `start` on, in a mask over what the stored layer hands out."""
+        stored = self._stored(layer)
+        width, offset = (T, 0) if stored is None else stored.get_mask_sizes(T)
+        check_width(visible, width, layer)
+        first = start - offset
+        beside = torch.cat((visible[..., :first], visible[..., first + S :]), -1)
+        refuse(beside.any(), UNWRITTEN)
+        return visible[..., first : first + S]
 
     def held(self, layer: int = 0) -> Seen | None:
         stored = self._stored(layer)
@@ -191,7 +222,7 @@ class HFCache(Cache):
         S = past + new.positions_BS.shape[-1]
         # a static layer hands out its whole room, of which the unwritten end is cut off; the last S are the others'
         used = slice(None, S) if self.is_static(layer) else slice(keys.shape[2] - S, None)
-        return seen_as(keys[:, :, used], values[:, :, used], new, past)
+        return self.seen(keys[:, :, used], values[:, :, used], new, past)
 
     def peek(self, layer: int, new: Seen) -> Seen:
         past = self._continue(layer, new)
@@ -203,12 +234,29 @@ class HFCache(Cache):
             last = min(self.tokens(layer), stored.keys.shape[-2])
             keys = torch.cat((stored.keys[:, :, last - past : last], keys), 2)
             values = torch.cat((stored.values[:, :, last - past : last], values), 2)
-        return seen_as(keys, values, new, past)
+        return self.seen(keys, values, new, past)
+
+    def seen(self, keys: Tensor, values: Tensor, new: Seen, past: int) -> Seen:
+        """What was stored, as slots: `past` cached tokens, then this call's."""
+        shapes = {name: (value.shape[1], value.shape[3]) for name, value in new.slots.items()}
+        positions, documents = new.positions_BS, new.documents_BS
+        if past:
+            positions, documents = torch.cat(self._positions(positions, past), 1), None
+        return Seen(unpack(keys, values, shapes), positions, documents)
+
+    def _positions(self, positions: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Of the cached tokens, counted back over real tokens from this call's first real one, and of this call's."""
+        if self.real is None:
+            return positions[:, :1] + torch.arange(-past, 0, device=positions.device), positions
+        rows = max(self.real.shape[0], positions.shape[0])
+        positions, real = positions.expand(rows, -1), self.real.expand(rows, -1).to(positions)
+        first = positions.gather(1, real[:, past:].argmax(1, keepdim=True))
+        return first - real[:, :past].flip(1).cumsum(1).flip(1), positions
 
     def _continue(self, layer: int, new: Seen) -> int:
         """The cached tokens before this call, once it is sure that none of them is of another document."""
         past, documents = self.length(layer), new.documents_BS
-        if past and getattr(self.cache, PACKED, False):
+        if past and getattr(self.cache, PACKED, False) and not self.exact:
             raise HeadloomError(DECODE_PACKED)
         if documents is None or documents.shape[1] == 1 or torch.compiler.is_compiling():
             return past
@@ -230,14 +278,13 @@ class HFCache(Cache):
         return f"HFCache({self.cache!r})"
 
 
-def seen_as(keys: Tensor, values: Tensor, new: Seen, past: int) -> Seen:
-    """What was stored, as slots: `past` cached tokens, then this call's."""
-    shapes = {name: (value.shape[1], value.shape[3]) for name, value in new.slots.items()}
-    positions, documents = new.positions_BS, new.documents_BS
-    if past:
-        back = torch.arange(-past, 0, device=positions.device)
-        positions, documents = torch.cat((positions[:, :1] + back, positions), 1), None
-    return Seen(unpack(keys, values, shapes), positions, documents)
+def check_width(visible: Tensor, width: int, layer: int) -> None:
+    """Refuse a caller's mask over other keys than those a layer's cache hands out."""
+    if visible.shape[-1] != width:
+        raise HeadloomError(
+            f"the 4-D mask covers {visible.shape[-1]} keys, layer {layer} looks at {width} (those that its cache keeps "
+            f"and this call's): give a mask of {width}, or a dict of masks where kinds of layers differ"
+        )
 
 
 def _held(layer: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ from headloom.hf.adapter import GraftedAttention
 from headloom.hf.config import config_class
 from headloom.hf.family import Family, families, family_named
 from headloom.hf.model import Graft
+from headloom.hf.stated import preparing
 
 _PREFIX = "Headloom"
 _MADE: dict[str, type] = {}
@@ -37,6 +38,8 @@ def model_class(family_name: str, head: Any) -> Any:
         "forward": _forward(head),
         "forward_names": tuple(inspect.signature(head.forward).parameters)[1:],
     }
+    if head.can_generate():
+        body["prepare_inputs_for_generation"] = preparing(head)
     made = _known(type(f"{_PREFIX}{head.__name__}", (Graft, head), body))
     _convert_as(family_named(family_name), head, made)
     return made

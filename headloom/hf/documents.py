@@ -60,13 +60,19 @@ def find(kwargs: dict[str, Any], documents: Tensor | None, past: int | None) -> 
 
 
 def _check_continues(positions: Tensor, mask: Any, past: int) -> None:
-    """Positions that start again after a filled cache would open a document that the cached tokens are not part of."""
+    """Positions that start again after a filled cache would open a document that the cached tokens are not part of.
+    Of each row the first real token of this call is asked: padding may have any position."""
     if torch.compiler.is_compiling() or (isinstance(mask, Tensor) and mask.dim() != 2):
         return
-    cached = mask[:, :past].sum(1) if isinstance(mask, Tensor) else torch.tensor(past, device=positions.device)
-    if bool((positions[:, 0] < cached).any()):
+    first, cached = positions[:, :1], torch.tensor(past, device=positions.device)
+    restart = first < cached
+    real = real_tokens(mask, positions.shape[1], past)
+    if real is not None:
+        first = positions.expand(real.shape[0], -1).gather(1, real.long().argmax(1, keepdim=True))
+        restart = (first < mask[:, :past].sum(1, keepdim=True)) & real.any(1, keepdim=True)
+    if bool(restart.any()):
         raise HeadloomError(
-            f"position_ids restart at {int(positions[:, 0].min())} after {past} cached tokens: "
+            f"position_ids restart at {int(first[restart].min())} after {past} cached tokens: "
             "a new document needs a new cache"
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headloom.core.errors import HeadloomError
 from headloom.ops import blocks
-from headloom.ops.masks import Dense, Mask, Padding, Visibility, sort_rules
+from headloom.ops.masks import Dense, Exactly, Mask, Padding, Visibility, refuse, sort_rules
 from headloom.ops.scores import attend
 from headloom.ops.tokens import cover, place
 
@@ -129,12 +129,15 @@ def _knows_kinds(config: Any) -> bool:
     return any("layer_types" in getattr(cls, "__annotations__", {}) for cls in type(config).__mro__)
 
 
-def arriving(mask: Any, past: int, T: int, *, cut: Callable[[Tensor], Tensor] | None = None) -> Mask | None:
+def arriving(
+    mask: Any, past: int, T: int, *, cut: Callable[[Tensor], Tensor] | None = None, exact: bool = False
+) -> Mask | None:
     """Whatever transformers hands over -> a mask over the `past` cached tokens that this layer sees and this call.
 
     None, a mask of ours, 4-D booleans (True = visible) or floats (added to scores: -inf or a type's lowest = hidden),
     and 2-D padding, as the backends "headloom", "sdpa", "eager" and "flash_attention_2" make them. `cut` takes from a
-    mask's last axis what is about the tokens this layer looks at: by default the last ones of all tokens.
+    mask's last axis what is about the tokens this layer looks at: by default the last ones of all tokens. `exact`: a
+    4-D mask is the caller's, and all there is; one row of it stands for all queries.
     """
     if mask is None:
         return None
@@ -146,7 +149,8 @@ def arriving(mask: Any, past: int, T: int, *, cut: Callable[[Tensor], Tensor] | 
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return Padding(cut(mask.bool()))
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == 1:
-        return Dense(cut(visible_pairs(mask)[:, 0]))
+        visible = visible_pairs(mask)[:, 0]
+        return Exactly(Dense(cut(visible.expand(-1, T, -1)))) if exact else Dense(cut(visible))
     shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else ""
     raise HeadloomError(
         f"cannot read an attention mask of type {type(mask).__name__}{shape}. Give a 2-D padding mask or a 4-D mask "
@@ -154,7 +158,7 @@ def arriving(mask: Any, past: int, T: int, *, cut: Callable[[Tensor], Tensor] | 
     )
 
 
-def alone(mask: Any, T: int) -> Mask | None:
+def alone(mask: Any, T: int, exact: bool = False) -> Mask | None:
     """`arriving` for a call without a cache: there are T tokens, and a mask is about these."""
 
     def check(values: Tensor) -> Tensor:
@@ -164,7 +168,13 @@ def alone(mask: Any, T: int) -> Mask | None:
             )
         return values
 
-    return arriving(mask, 0, T, cut=check)
+    return arriving(mask, 0, T, cut=check, exact=exact)
+
+
+def is_all(mask: Any, mask_is_all: bool | None) -> bool:
+    """Whether what arrives at a layer is the caller's 4-D mask. When the bare model is called, nothing says so (None):
+    what transformers then makes of a 2-D mask under "sdpa" and "eager" holds causality, window and padding as well."""
+    return isinstance(mask, Tensor) and mask.dim() == 4 and mask_is_all is not False
 
 
 def visible_pairs(mask: Tensor) -> Tensor:
@@ -174,8 +184,10 @@ def visible_pairs(mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         raise HeadloomError(f"a 4-D mask must be boolean (True = visible) or additive floats, not {mask.dtype}")
     visible = mask == 0
-    if not torch.compiler.is_compiling() and bool((~visible & (mask > -1e4)).any()):
-        raise HeadloomError("a 4-D float mask must hold 0 (visible) and -inf (hidden); other biases are not supported")
+    refuse(
+        (~visible & ~(mask <= -1e4)).any(),
+        "a 4-D float mask must hold 0 (visible) and -inf (hidden); other biases are not supported",
+    )
     return visible
 
 
@@ -194,6 +206,7 @@ def attention_function(
     documents: Tensor | None = None,
     in_order: bool = False,
     with_weights: bool = False,
+    mask_is_all: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a layer that was not grafted: (B, H, T, K), (B, G, S, K), (B, G, S, V) -> (B, T, H, V).
@@ -208,9 +221,11 @@ def attention_function(
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
         sliding_window = None  # a 4-D mask of transformers holds the window already, and may count unwritten room
     past = key.shape[2] - T
-    rules = sort_rules(arriving(attention_mask, past, T), causal=causal, window=sliding_window)
+    exact = is_all(attention_mask, mask_is_all)
+    mask = arriving(attention_mask, past, T, cut=(lambda x: x) if exact else None, exact=exact)
+    rules = sort_rules(mask, causal=causal, window=sliding_window)
     real = rules.padding
-    position_ids = None if in_order else position_ids
+    position_ids = None if in_order or exact else position_ids
     _, found = place(
         B, T, query.device, past=past, held=None, positions=position_ids, padding=real, documents=documents
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headloom.core.errors import HeadloomError
 from headloom.hf import documents as docs
-from headloom.hf import share
+from headloom.hf import share, stated
 from headloom.hf.adapter import GraftedAttention, in_width_of, make_attention
 from headloom.hf.cache import DECODE_PACKED, PACKED
 from headloom.hf.config import MODEL_TYPE, layer_specs
@@ -134,12 +134,13 @@ class Graft:
     # ---- the call -------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, documents: Tensor | None = None, **kwargs: Any) -> Any:
         """The family's forward. `documents`: ints (B, T), tokens of different documents do not see each other; they
-        also come from `cu_seq_lens_q` and, where `position_ids` restart, from these.
+        also come from `cu_seq_lens_q` and, where `position_ids` restart, from these. A 4-D `attention_mask` (batch, 1,
+        queries, keys), or one for each kind of layer, is all there is: no causality, window or documents are added.
 
         `output_attentions`: for every layer the weights (B, heads, T, S) of the heads as they are scored.
 
-        Raises: HeadloomError for `output_attentions` where a head has not one weight for two tokens, and for decoding
-        after a packed prefill.
+        Raises: HeadloomError for `output_attentions` where a head has not one weight for two tokens, for decoding after
+            a packed prefill, and for `documents` beside a 4-D mask.
         """
         kwargs.update(zip(self.forward_names, args, strict=False))
         if kwargs.pop("prepared", False):  # by the head around this model
@@ -150,9 +151,10 @@ class Graft:
             kwargs["with_weights"] = True
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         past = 0 if cache is None else docs.tokens_in(cache)
-        if past != 0 and getattr(cache, PACKED, False):
+        alone = self._take_mask(kwargs, documents)
+        if past != 0 and getattr(cache, PACKED, False) and not alone:
             raise HeadloomError(DECODE_PACKED)
-        found, packed = docs.find(kwargs, documents, past)
+        found, packed = (None, False) if alone else docs.find(kwargs, documents, past)
         if past != 0 and packed:
             raise HeadloomError(DECODE_PACKED)
         if cache is not None and past == 0:
@@ -187,6 +189,24 @@ class Graft:
                 f"output_attentions=True: under attn_implementation='{own}' the layers that were not grafted give no "
                 f"weights: call model.set_attn_implementation('{IMPLEMENTATION}')"
             )
+
+    def _take_mask(self, kwargs: dict[str, Any], documents: Tensor | None) -> bool:
+        """Whether the caller gave a 4-D mask, said to the layers as `mask_is_all`."""
+        mask, made = kwargs.get("attention_mask"), kwargs.pop(stated.MADE, False)
+        kwargs["mask_is_all"] = alone = stated.is_4d(mask) and not made
+        if alone:
+            if documents is not None:
+                raise HeadloomError(
+                    "documents came beside a 4-D attention mask, which says for each pair of tokens who is seen: "
+                    "leave documents out, or give a 2-D mask"
+                )
+            tokens = kwargs.get("input_ids")
+            tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+            if tokens is not None:
+                B, T = tokens.shape[:2]
+                dtype: torch.dtype = self.dtype  # type: ignore[attr-defined]
+                kwargs["attention_mask"] = stated.check(mask, B, T, self.config._attn_implementation, dtype)
+        return alone
 
     def _check_whole(self) -> None:
         if self.config._attn_implementation != IMPLEMENTATION and None in self.config.headloom["layers"]:

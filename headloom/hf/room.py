@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloom.hf.cache import HFCache, pack, seen_as
+from headloom.hf.cache import UNWRITTEN, HFCache, check_width, pack
 from headloom.hf.masks import arriving
 from headloom.ops.cache import Seen
-from headloom.ops.masks import Dense, Mask
+from headloom.ops.masks import Dense, Mask, refuse
 
 
 def view_of(cache: Any, layer: int, T: int) -> HFCache:
@@ -36,19 +36,25 @@ class WholeRoom(HFCache):
         # a window that this call fills or has filled is handed out in order and without unwritten places
         self.in_order = stored.is_sliding and stored.cumulative_length_int + T > stored.max_cache_len
         past = stored.cumulative_length_int if self.in_order else stored.cumulative_length
-        places = torch.arange(self.S, device=getattr(stored, "device", None))
-        self.index = places + (past + T - self.S)  # of the tokens at the S places; negative: not written yet
+        self.places = torch.arange(self.S, device=getattr(stored, "device", None))
+        self.index = self.places + (past + T - self.S)  # of the tokens at the S places; negative: not written yet
         self.filled = min(past, stored.max_cache_len) if self.in_order else None
 
     def length(self, layer: int = 0) -> int:
         return self.S - self.T
 
-    def arriving(self, mask: Any, layer: int, T: int) -> Mask | None:
-        joined = arriving(mask, self.S - T, T, cut=self._cut)
-        if self.in_order:
-            return joined
-        written = Dense((self.index >= 0).expand(1, T, -1))
-        return written if joined is None else joined & written
+    def arriving(self, mask: Any, layer: int, T: int, *, exact: bool = False) -> Mask | None:
+        joined = arriving(mask, self.S - T, T, cut=self._columns_of_room if exact else self._cut, exact=exact)
+        if not self.in_order:
+            written = Dense((self.index >= 0).expand(1, T, -1))
+            joined = written if joined is None else joined & written
+        return self._note(joined, exact)
+
+    def _columns_of_room(self, visible: Tensor) -> Tensor:
+        check_width(visible, self.S, self.layer)
+        if not self.in_order:
+            refuse((visible & (self.places > self.index[-1])).any(), UNWRITTEN)
+        return self._cut(visible)
 
     def _cut(self, values: Tensor) -> Tensor:
         """Columns stand for tokens from the first one on, unless they are this window's own."""
@@ -58,7 +64,7 @@ class WholeRoom(HFCache):
 
     def append(self, layer: int, new: Seen) -> Seen:
         keys, values = (self._turn(x) for x in self.cache.update(*pack(new.slots), layer))
-        return seen_as(keys, values, new, self.S - self.T)
+        return self.seen(keys, values, new, self.S - self.T)
 
     def peek(self, layer: int, new: Seen) -> Seen:
         stored, pair = self._stored(layer), pack(new.slots)
@@ -67,7 +73,7 @@ class WholeRoom(HFCache):
         keys, values = (
             torch.cat((self._before(old), x), 2) for old, x in zip((stored.keys, stored.values), pair, strict=True)
         )
-        return seen_as(keys, values, new, self.S - self.T)
+        return self.seen(keys, values, new, self.S - self.T)
 
     def _turn(self, x: Tensor) -> Tensor:
         return x if self.in_order else x.index_select(2, self.index % self.S)

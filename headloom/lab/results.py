@@ -13,9 +13,10 @@ from typing import Any
 from headloom.core.files import read_json, write_json
 from headloom.lab.fairness import differences, flatten
 from headloom.lab.folder import slug, write_csv
-from headloom.lab.growth import kept_besides
+from headloom.lab.readings import at_time, time_sentence, told_apart
+from headloom.lab.remarks import remarks
 from headloom.lab.spec import StudySpec, VariantSpec
-from headloom.lab.statistics import Difference, correct, paired_difference, sentence, spread, summary
+from headloom.lab.statistics import Difference, correct, listed, paired_difference, sentence, spread, summary
 
 UNIT = "bits per byte"
 Quality = dict[str, dict[int, float]]
@@ -57,8 +58,11 @@ def read_run(spec: StudySpec, folder: Path, label: str, seed: int, learning_rate
         "status": "finished",
         "bits_per_byte": bits,
         **{key: result[key] for key in same},
+        "curve": result.get("curve") or [],
+        "curve_text": result.get("curve_text") or "",
         "step_time": result["step_time_seconds"],
         "mixes": (folder / name / "mixes.npz").is_file(),
+        "pictures": (folder / name / "pictures.npz").is_file(),
         "quality_text": result["validation_text"],
     }
 
@@ -156,8 +160,11 @@ def summarise(
     pairs = [(v.label, v.against) for v in spec.variants if v.against is not None]
     found = correct([paired_difference(quality[label], quality[against]) for label, against in pairs])
     compared = dict(zip(pairs, found, strict=True))
-    variants = [_variant(spec, variant, runs, quality, compared, planned, timing) for variant in spec.variants]
-    texts = [run.pop("quality_text") for run in runs if run["status"] == "finished"]
+    read = _read_in_time(spec, runs, planned, timing)
+    in_time = time_sentence(spec.against, read, UNIT) if spec.budget("time") is None else None
+    variants = [_variant(spec, variant, runs, quality, compared, planned, timing, read) for variant in spec.variants]
+    done = [run for run in runs if run["status"] == "finished"]
+    texts = {key: [run.pop(key) for run in done] for key in ("quality_text", "curve_text", "curve")}
     differing = differences(configs)
     first = flatten(next(iter(configs.values())))
     return {
@@ -168,11 +175,14 @@ def summarise(
         "condition": condition(spec),
         "variants": variants,
         "runs": runs,
-        "headlines": headlines(spec, compared, timing),
+        "headlines": [*headlines(spec, compared, timing), *([in_time] if in_time else [])],
+        "time_summary": in_time or "",
         "summary": summary(compared, unit=UNIT, condition=condition(spec)),
-        "notes": [*notes, *_timing_notes(timing), *_failure_notes(runs), *_kept_notes(folder, runs)],
+        "notes": [*notes, *remarks(spec, folder, runs, timing, curves=texts["curve_text"], ends=texts["quality_text"])],
         "warnings": _warnings(variants),
-        "quality_text": texts[0] if texts else "",
+        "pairs": [pair for group in _groups(spec) for pair in told_apart(group, quality, _steps(planned), timing)],
+        "quality_text": next(iter(texts["quality_text"]), ""),
+        "curve_text": next(iter(texts["curve_text"]), ""),
         "config_differences": differing,
         "common": {key: value for key, value in first.items() if key not in differing and key != "seed"},
     }
@@ -186,6 +196,7 @@ def _variant(
     compared: Mapping[tuple[str, str], Difference],
     planned: Mapping[str, Mapping[str, Any]],
     timing: Mapping[str, Mapping[str, Any]],
+    read: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     label, other = variant.label, variant.against or variant.label
     mine = [run for run in runs if run["variant"] == label]
@@ -214,10 +225,40 @@ def _variant(
             "values": {str(seed): bits for seed, bits in quality[label].items()},
         },
         "difference": difference.to_dict() if difference else None,
+        "at_time": read.get(label),
         "failed": [
             {key: run[key] for key in ("seed", "learning_rate", "reason")} for run in mine if run["status"] == "failed"
         ],
     }
+
+
+def _read_in_time(
+    spec: StudySpec,
+    runs: Sequence[Mapping[str, Any]],
+    planned: Mapping[str, Mapping[str, Any]],
+    timing: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """As `headloom.lab.readings.at_time`, of the runs that are reported."""
+    curves: dict[str, dict[int, Any]] = {variant.label: {} for variant in spec.variants}
+    for run in runs:
+        if run["chosen"] and run["status"] == "finished" and run["curve"]:
+            curves[run["variant"]][run["seed"]] = run["curve"]
+    return at_time(spec.against, _steps(planned), curves, timing)
+
+
+def _steps(planned: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    return {label: cost["steps"] for label, cost in planned.items()}
+
+
+def _groups(spec: StudySpec) -> list[list[str]]:
+    """Labels that are compared with one another, directly or through others."""
+    found: dict[str, list[str]] = {}
+    for variant in spec.variants:
+        root = variant.label
+        while (other := spec.against[root]) is not None:
+            root = other
+        found.setdefault(root, []).append(variant.label)
+    return list(found.values())
 
 
 def _grid_point(rate: float, runs: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
@@ -244,7 +285,9 @@ def condition(spec: StudySpec) -> str:
 
 
 def headlines(
-    spec: StudySpec, compared: Mapping[tuple[str, str], Difference], timing: Mapping[str, Mapping[str, Any]]
+    spec: StudySpec,
+    compared: Mapping[tuple[str, str], Difference],
+    timing: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
     """One sentence a variant on quality, the clearest gain first, and one on what the steps cost."""
     order = {"better": 0, "worse": 1, "same": 2, "unknown": 3}
@@ -301,34 +344,9 @@ def _warnings(variants: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{variant['label']}'s best learning rate, {variant['learning_rate']:g}, is the {end}: a better one "
                 "may lie beyond it, so give a wider grid before trusting its place."
             )
-        if variant["difference"] is not None and 0 < variant["difference"]["n"] < 3:
-            found.append(f"{variant['label']} is compared over {variant['difference']['n']} seeds: three are usual.")
+    few = {v["label"]: n for v in variants if v["difference"] is not None and 0 < (n := v["difference"]["n"]) < 3}
+    for n in sorted(set(few.values())):
+        labels = [label for label, pairs in few.items() if pairs == n]
+        verb, seeds = "is" if len(labels) == 1 else "are", "one seed" if n == 1 else f"{n} seeds"
+        found.append(f"{listed(labels)} {verb} compared over {seeds}: three are usual.")
     return found
-
-
-def _timing_notes(timing: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What joined later was not measured with the others."""
-    return [
-        f"{label} joined the study later: its step time was measured then, in turns with {times['beside']}, and is "
-        f"given in {times['beside']}'s step time from before."
-        for label, times in timing.items()
-        if "beside" in times
-    ]
-
-
-def _kept_notes(folder: Path, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = kept_besides(folder, {run["folder"] for run in runs})
-    if not found:
-        return []
-    named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return [
-        f"Finished runs in the folder that are no part of the study as it was asked for last, kept and not counted "
-        f"here: {len(found)} ({named})."
-    ]
-
-
-def _failure_notes(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    failed = [run for run in runs if run["status"] == "failed"]
-    if not failed:
-        return []
-    return [f"{len(failed)} of {len(runs)} runs failed; a difference is taken over the seeds that finished in both."]

@@ -135,6 +135,11 @@ class StudySpec(_Strict):
     def variant(self, label: str) -> VariantSpec:
         return next(variant for variant in self.variants if variant.label == label)
 
+    @property
+    def against(self) -> dict[str, str | None]:
+        """Label -> the label it is compared with."""
+        return {variant.label: variant.against for variant in self.variants}
+
     def budget(self, match: Match) -> BudgetSpec | None:
         return next((budget for budget in self.budgets if budget.match == match), None)
 

@@ -10,10 +10,17 @@ mean): it does not need the differences to be normal, but fewer pairs have too f
 is the mean difference in units of the noise between seeds: m / sqrt((s_v^2 + s_r^2) / 2), from the two variants' own
 standard deviations. Several variants against one reference are several chances to be lucky, so the p-values are
 corrected by Holm's method and the verdict is taken from the corrected value.
+
+How many more seeds would settle what is not settled is estimated as a power calculation does it: if mean m and standard
+deviation s of the differences stayed what they are, the smallest number of pairs N that would show m with probability
+0.8 in a two-sided test at 0.05 / k, k being the number of comparisons (the strictest of Holm's steps), has
+
+    |m| >= (t_{1 - 0.05/(2k), N-1} + t_{0.8, N-1}) s / sqrt(N)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +29,8 @@ LEVEL = 0.95
 ALPHA = 0.05
 BOOTSTRAP_PAIRS = 6
 RESAMPLES = 10_000
+POWER = 0.8
+MOST_PAIRS = 1000  # beyond it the estimate says no more than that it is beyond
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ class Spread:
 class Difference:
     """A paired difference, variant minus reference: below zero is better where less is better.
 
-    `half_width`, `low`, `high` bound the 95 % t interval and are None with fewer than two pairs, as `p` is;
-    `p_holm` is filled by `correct`.
+    `sd` is the differences' own; `half_width`, `low`, `high` bound the 95 % t interval: None with fewer than two
+    pairs, as `p` is. `p_holm`, `verdict` and `more_seeds` (0: settled) are filled by `correct`.
     """
 
     n: int
@@ -55,6 +64,8 @@ class Difference:
     bootstrap_low: float | None = None
     bootstrap_high: float | None = None
     effect: float | None = None
+    sd: float | None = None
+    more_seeds: int | None = None
 
     def to_dict(self) -> dict[str, float | int | str | None]:
         return asdict(self)
@@ -96,6 +107,7 @@ def paired_difference(variant: Mapping[int, float], reference: Mapping[int, floa
         bootstrap_low=low,
         bootstrap_high=high,
         effect=_effect(found.mean, [variant[seed] for seed in seeds], [reference[seed] for seed in seeds]),
+        sd=found.sd,
     )
 
 
@@ -135,7 +147,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def correct(differences: Sequence[Difference]) -> list[Difference]:
-    """Fill `p_holm` and `verdict` of all variants that are measured against one reference.
+    """Fill `p_holm`, `verdict` and `more_seeds` of all variants that are measured against one reference.
 
     Verdicts: "better" or "worse" when the corrected p-value is below 0.05, "same" (not distinguishable) when it is not,
     "unknown" with fewer than two pairs.
@@ -150,8 +162,40 @@ def correct(differences: Sequence[Difference]) -> list[Difference]:
         verdict = "same"
         if corrected[index] < ALPHA and difference.mean:
             verdict = "better" if difference.mean < 0 else "worse"
-        done.append(Difference(**{**asdict(difference), "p_holm": corrected[index], "verdict": verdict}))
+        more = None
+        if verdict != "same":
+            more = 0
+        elif difference.mean is not None and difference.sd is not None:
+            more = max(1, pairs_needed(difference.mean, difference.sd, comparisons=len(known)) - difference.n)
+        done.append(dataclasses.replace(difference, p_holm=corrected[index], verdict=verdict, more_seeds=more))
     return done
+
+
+def pairs_needed(mean: float, sd: float, *, comparisons: int = 1) -> int:
+    """How many pairs would show a difference like this one, as the module's head says; at most MOST_PAIRS."""
+    import numpy as np
+    from scipy import stats
+
+    pairs = np.arange(2, MOST_PAIRS + 1)
+    both = stats.t.ppf(1 - ALPHA / (2 * comparisons), pairs - 1) + stats.t.ppf(POWER, pairs - 1)
+    enough = abs(mean) >= both * sd / np.sqrt(pairs)
+    return int(pairs[enough.argmax()]) if enough.any() else MOST_PAIRS
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """An interval that holds the median with 95 % at least, whatever the values' distribution: between the k-th
+    smallest and the k-th largest, k as large as the binomial law allows. Of fewer than six values it is their range,
+    and holds the median less surely.
+
+    >>> median_interval([9, 2, 3, 4, 5, 6, 7, 8, 1])  # 2 P(at most one of nine below) = 20/512
+    (2, 8)
+    """
+    ordered, n = sorted(values), len(values)
+    k, below = 1, 1 + n  # how many of the 2^n orders have at most k of n values below the median
+    while k < n // 2 and 2 * below <= ALPHA * 2**n:
+        k += 1
+        below += math.comb(n, k)
+    return ordered[k - 1], ordered[n - k]
 
 
 def decimals(*sizes: float | None) -> int:
@@ -220,12 +264,13 @@ def summary(compared: Mapping[tuple[str, str], Difference], *, unit: str, condit
     for kind, text in (("same", "not distinguishable"), ("unknown", "not compared")):
         if words[kind]:
             verb = "is" if len(words[kind]) == 1 else "are"
-            parts.append(f"{_listed(words[kind])} {verb} {text}")
+            parts.append(f"{listed(words[kind])} {verb} {text}")
             if len(parts) == 1:
                 against = f" from {next(iter(references))}" if len(references) == 1 and kind == "same" else ""
                 parts[0] += against + over
     return "; ".join(parts) + "."
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

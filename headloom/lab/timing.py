@@ -40,7 +40,8 @@ class Measured:
 def step_times(
     runs: Mapping[str, RunConfig], data: TokenData, tokenizer: PreTrainedTokenizerFast, *, repeats: int = REPEATS
 ) -> dict[str, Timing]:
-    """Label -> median, low and high seconds of a training step over interleaved repetitions.
+    """Label -> median, low and high (quartiles) seconds of a training step, and every sample: repetitions were taken in
+    turns, so sample i of one label belongs to sample i of another.
 
     A step is the forward and backward pass of one batch in its accumulation steps, clipping and AdamW's update, with
     the run's own model, parameter groups, batch, threads, type, compilation and activation checkpoints.
@@ -57,7 +58,7 @@ def step_times(
     finally:
         torch.set_num_threads(threads)
     return {
-        label: {"median": timing.median, "low": timing.low, "high": timing.high, "repeats": repeats}
+        label: {**timing.spread(), "repeats": repeats, "samples": list(timing.samples)}
         for label, timing in timings.items()
     }
 
@@ -147,7 +148,16 @@ def _timings(
             factor = known[other]["median"] / found[other]["median"]
             scaled = {key: factor * found[label][key] for key in ("median", "low", "high")}
             times[label] = {**found[label], **scaled, "beside": other}
+            times[label]["samples"] = _in_its_samples(found[label], found[other], known[other])
     return times
+
+
+def _in_its_samples(mine: Timing, now: Timing, then: Timing) -> list[float]:
+    """Every repetition in the other's time of then, so that sample i still belongs to sample i of what was there,
+    in the ratio that was measured. None at all where the other's samples of then are not known."""
+    three = [timing.get("samples") or [] for timing in (mine, now, then)]
+    alike = len({len(samples) for samples in three}) == 1
+    return [a / b * c for a, b, c in zip(*three, strict=True)] if alike else []
 
 
 def _timed(variant: VariantSpec, budget: BudgetSpec, shape: Shape, step: float, seconds: float) -> tuple[Shape, Match]:

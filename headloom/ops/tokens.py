@@ -98,6 +98,7 @@ def cover(documents_BS: Tensor | None, padding: Tensor | None, batch: int, S: in
 
 
 def _check(name: str, x: Tensor, rows: tuple[int, ...], lengths: tuple[int, ...]) -> None:
-    if x.dim() != 2 or x.shape[0] not in rows or x.shape[1] not in lengths:
+    fits = x.dim() == 2 and any(x.shape[0] == n for n in rows) and any(x.shape[1] == n for n in lengths)
+    if not fits:  # compared one by one, because `in` does not compare a compiler's sizes
         allowed = " or ".join(f"({b}, {t})" for b in dict.fromkeys(rows) for t in dict.fromkeys(lengths))
         raise HeadloomError(f"{name} must have shape {allowed}, not {tuple(x.shape)}")

@@ -1,4 +1,5 @@
-"""Training curves from metrics.jsonl, thinned on the way in: a drawn point is the mean loss of a stretch of steps."""
+"""Curves from metrics.jsonl. Those of the training loss are thinned on the way in: a drawn point is the mean loss of a
+stretch of steps."""
 
 from __future__ import annotations
 
@@ -50,8 +51,10 @@ def read_curves(study: Study) -> Curves:
     return Curves(curves, width)
 
 
-def read_curve(path: Path) -> list[Point]:
-    """The training losses in metrics.jsonl. A line cut short by a crash and losses that are not finite are left out."""
+def read_curve(path: Path, kind: str = "train") -> list[Point]:
+    """The training losses in metrics.jsonl, or what the evaluations along the way found ("curve"; bits per byte stand
+    for the loss then). A line cut short by a crash and values that are not finite are left out."""
+    value = {"train": "loss", "curve": "bits_per_byte"}[kind]
     points = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -59,13 +62,15 @@ def read_curve(path: Path) -> list[Point]:
         return []
     for line in lines:
         try:
+            if kind not in line and kind != "train":  # no need to read what is many times more
+                continue
             record = json.loads(line)
-            if record.get("kind", "train") != "train":  # a validation
+            if record.get("kind", "train") != kind:
                 continue
             point = Point(
                 int(record["step"]),
                 float(record["seconds"]),
-                float(record["loss"]),
+                float(record[value]),
                 record.get("tokens"),
                 record.get("flops"),
             )

@@ -14,11 +14,11 @@ FAILURES = 40
 def title(study: Study) -> str:
     """The study's own title, or its variants and data."""
     given = study.study.get("title")
-    if given:
+    if given and study.study.get("kind") != "compare":
         return str(given)
     labels = study.labels
     named = ", ".join(labels) if len(labels) <= 6 else f"{', '.join(labels[:4])} and {len(labels) - 4} more"
-    return f"{named} on {study.study['data']['title']}"
+    return f"{named}: compared"
 
 
 def kicker(study: Study) -> str:
@@ -92,6 +92,62 @@ def runs(study: Study) -> tuple[list[str], list[Row]]:
     return filled(names, lines)
 
 
+def in_short(study: Study) -> list[tuple[str, str]]:
+    """What was run, for the first screen: text, model, training, machine, date."""
+    record, spec = study.study, study.study["spec"]
+    data, machine = record["data"], record["machine"]
+    first = next((v for v in study.results["variants"] if study.against(v) is None), study.results["variants"][0])
+    shape, common = first.get("shape") or {}, study.results["common"]
+    size = [f"{spec['size']}:" if spec.get("size") else ""]
+    if shape:
+        size += [f"{shape['num_layers']} layers, width {shape['hidden_size']}, {shape['num_heads']} heads,"]
+    size += [f"{first['parameters']:,} parameters ({first['label']})"]
+    steps = first.get("steps") or common.get("steps") or spec.get("steps")
+    alike = len({v.get("steps") for v in study.results["variants"]}) == 1
+    training = [f"{steps:,} steps" + ("" if alike else f" ({first['label']})")] if steps else []
+    batch, tokens = shape.get("batch_size"), shape.get("tokens")
+    training += [f"of {batch} sequences of {tokens} tokens" if batch and tokens else ""]
+    trained, seeds = first.get("tokens_trained"), spec.get("seeds")
+    share = _share(trained / data["train_tokens"]) if trained else ""
+    parts = [" ".join(filter(None, training)), share, f"{len(seeds)} seeds" if seeds else ""]
+    threads = spec.get("threads")
+    cores = f"{machine['cores']} cores" + (f", a run on {threads} thread{'s' * (threads > 1)}" if threads else "")
+    found = [
+        ("Text", data["title"]),
+        ("Model", " ".join(filter(None, size))),
+        ("Training", ", ".join(filter(None, parts))),
+        ("Machine", f"{machine.get('accelerator') or machine['processor']}, {cores}"),
+        ("Begun", record["started"][:10]),
+    ]
+    return [(name, text) for name, text in found if text]
+
+
+def _share(passes: float) -> str:
+    """How much of the training text a run sees.
+
+    >>> _share(0.0387), _share(2.5)
+    ('3.9 % of the training text', '2.5 times the training text')
+    """
+    return f"{passes:.3g} times the training text" if passes >= 1 else f"{100 * passes:.2g} % of the training text"
+
+
+def how_read(study: Study) -> list[str]:
+    """How the numbers of the first table come about that are no means of what runs recorded."""
+    variants, found = study.results["variants"], []
+    if any(variant.get("at_time") for variant in variants):
+        found.append(
+            "At the reference's time: each variant's held-out curve, read where its steps times its measured step time "
+            "reach the reference's whole training time, on the straight line between the two evaluations around it."
+        )
+    if any((variant.get("difference") or {}).get("more_seeds") for variant in variants):
+        found.append(
+            "More seeds, an estimate: if mean m and standard deviation s of the paired differences stay what they are, "
+            "the fewest pairs N with |m| >= (t(1 - 0.05/2k, N-1) + t(0.8, N-1)) s / sqrt(N), k being the number of "
+            "comparisons, would show the difference with probability 0.8; those there are already are taken off."
+        )
+    return found
+
+
 def facts(study: Study) -> list[tuple[str, str]]:
     """How it was measured, on what, with what."""
     record, results = study.study, study.results
@@ -101,6 +157,7 @@ def facts(study: Study) -> list[tuple[str, str]]:
     selection = data.get("selection_tokens")
     if selection is not None:
         tokens += f", {selection:,} selection tokens that choose the learning rate and are not reported"
+    curve = results.get("curve_text")
     found = [
         ("Compared", results.get("condition")),
         ("Quality", results["quality_text"] or "no run has finished yet"),
@@ -108,9 +165,10 @@ def facts(study: Study) -> list[tuple[str, str]]:
         ("Seeds", ", ".join(map(str, spec.get("seeds") or []))),
         ("Learning rates", ", ".join(f"{rate:g}" for rate in spec.get("learning_rates") or [])),
         ("Budgets", "; ".join(_budget(budget) for budget in spec.get("budgets") or [])),
+        ("Along the way", curve),
         ("Step time", record["timing_text"]),
         ("Steps measured", _timing(record.get("timing") or {})),
-        ("Data", f"{data['title']} ({documents}; {tokens})"),
+        ("Data", f"{documents}; {tokens}"),
         ("Data fingerprint", data["fingerprint"]),
         ("Tokens fingerprint", data.get("tokens_fingerprint")),
         ("Machine", ", ".join(f"{name}: {show(value)}" for name, value in record["machine"].items())),

@@ -10,6 +10,7 @@ from typing import Any
 import altair as alt
 
 from headloom.report.front import front
+from headloom.report.held_out import held_out
 from headloom.report.loss import loss
 from headloom.report.mixes import mixes
 from headloom.report.rates import learning_rates
@@ -20,7 +21,7 @@ from headloom.report.sweep import sweep
 
 def all_sections(study: Study) -> list[Section]:
     """The sections with figures this study has data for, in the page's order."""
-    found = (make(study) for make in (difference, sweep, front, loss, learning_rates, mixes))
+    found = (make(study) for make in (held_out, difference, sweep, front, learning_rates, mixes, loss))
     return [section for section in found if section is not None]
 
 

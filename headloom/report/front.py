@@ -1,4 +1,4 @@
-"""Quality against time, parameters and cache bytes, with the Pareto front: the variants no other beats in both."""
+"""Quality against time, parameters and cache bytes, and the Pareto front: what no other beats by more than noise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def front(study: Study) -> Section | None:
     runs = _runs(study)
     if not runs:
         return None
-    means = _means(study, runs)
+    means, told = _means(study, runs), told_apart(study)
     panels, notes, datasets = [], [], {"quality-runs": runs}
     for cost, title in TITLES.items():
         known = [row for row in means if row[cost] is not None]
@@ -49,7 +49,7 @@ def front(study: Study) -> Section | None:
         marked = [{**row, "front": False} for row in known]
         steps = []
         for group in _groups(marked):
-            best = pareto([(0.0 if equal else row[cost], row["bits"]) for row in group])
+            best = on_front(group, None if equal else cost, told)
             for place in best:
                 group[place]["front"] = True
             steps += [{"group": group[0]["group"], cost: group[i][cost], "bits": group[i]["bits"]} for i in best]
@@ -59,9 +59,12 @@ def front(study: Study) -> Section | None:
         name="quality",
         title="Quality against cost: the Pareto front",
         caption=(
-            "Small marks are runs, one a seed; large marks are their means. Filled: on the front, that is, no variant "
-            "is both cheaper and better. The line joins the front's members; towards the lower left is better."
-            + (" Times are steps times the measured step." if _calibrated(study) else "")
+            "Small marks are runs, large marks are means. Filled marks are on the front, which the dashed line joins. "
+            "A variant is off the front where another one beats it: it is better than that one in neither cost nor "
+            "quality by more than noise, and that one is better in either by more than noise, or else has fewer bits "
+            "per byte. Beyond noise means: a paired 95 % interval of the qualities' difference without 0, a 95 % "
+            "interval of the times' ratio (of steps measured in turns) without 1, other costs more than 1 % apart."
+            + ("" if told else " This folder has no such intervals: the means alone decide.")
             + (" Variants that are compared with one another have a front of their own." if _many(means) else "")
         ),
         panels=tuple(panels),
@@ -71,17 +74,62 @@ def front(study: Study) -> Section | None:
     )
 
 
-def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Places of the points that no other dominates (at most as large in both, smaller in one), by the first number.
+Told = dict[tuple[str, str], tuple[int, int]]
 
-    >>> pareto([(1.0, 3.0), (2.0, 2.0), (3.0, 2.5), (2.0, 2.0)])
-    [0, 1, 3]
+
+def told_apart(study: Study) -> Told:
+    """(variant, other) -> the signs of what is known of bits per byte and of time: -1 where the variant's is smaller by
+    more than noise, 1 where it is larger, 0 where the two are not told apart.
+
+    Two qualities are told apart where the paired 95 % interval of their difference excludes 0, two times where the
+    interval of the ratio of the measured times excludes 1. Where there is no interval (one seed, steps that were not
+    measured) the numbers themselves decide.
     """
-    found: list[int] = []
-    for place in sorted(range(len(points)), key=lambda i: points[i]):
-        if not found or points[place][1] < points[found[-1]][1] or points[place] == points[found[-1]]:
-            found.append(place)
+    found: Told = {}
+    for pair in study.results.get("pairs") or []:
+        bits, time = pair["bits"], pair.get("time") or {"ratio": None}
+        signs = (
+            _sign(bits["mean"], bits["low"], bits["high"], 0.0),
+            _sign(time["ratio"], time.get("low"), time.get("high"), 1.0),
+        )
+        found[pair["variant"], pair["other"]] = signs
+        found[pair["other"], pair["variant"]] = (-signs[0], -signs[1])
     return found
+
+
+def _sign(value: float | None, low: float | None, high: float | None, none: float) -> int:
+    """Of a value against what stands for no difference, where its interval excludes that."""
+    low, high = (value, value) if low is None or high is None else (low, high)
+    if low is None or high is None:
+        return 0
+    return int(low > none) - int(high < none)
+
+
+def on_front(rows: Sequence[dict[str, Any]], cost: str | None, told: Told) -> list[int]:
+    """Places of the rows that no other beats, the cheapest first. `cost` None: all cost the same.
+
+    One beats another that is better than it in neither cost nor quality by more than noise, if it is better itself in
+    one of them by more than noise, or else has fewer bits per byte. Of a cycle, which noise can make, the row with the
+    fewest bits stays.
+    """
+
+    def signs(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:
+        known = told.get((one["variant"], other["variant"]))
+        bits = _sign(one["bits"] - other["bits"], None, None, 0.0) if known is None else known[0]
+        if cost is None:
+            return bits, 0
+        if cost == "time" and known is not None:
+            return bits, known[1]
+        near = abs(one[cost] - other[cost]) <= (0.0 if cost == "time" else EQUAL * max(one[cost], other[cost]))
+        return bits, 0 if near else _sign(one[cost] - other[cost], None, None, 0.0)
+
+    def beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
+        bits, paid = signs(one, other)
+        return max(bits, paid) <= 0 and (min(bits, paid) < 0 or one["bits"] < other["bits"])
+
+    kept = [i for i, row in enumerate(rows) if not any(beats(other, row) for other in rows if other is not row)]
+    kept = kept or [min(range(len(rows)), key=lambda i: rows[i]["bits"])]
+    return sorted(kept, key=lambda i: rows[i][cost or "bits"])
 
 
 def _runs(study: Study) -> list[dict[str, Any]]:

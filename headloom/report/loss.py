@@ -14,7 +14,7 @@ AXES = {
     "steps": ("step", "training step", "~s"),
     "tokens": ("tokens", "tokens predicted in training", "~s"),
     "flops": ("flops", "training FLOPs", "~s"),
-    "seconds": ("seconds", "training time of the run (seconds)", "~s"),
+    "seconds": ("seconds", "training time (seconds)", "~s"),
 }
 TABS = {"flops": "FLOPs"}
 
@@ -26,72 +26,92 @@ def loss(study: Study) -> Section | None:
         return None
     done = {(run["variant"], run["seed"]) for run in study.finished}
     thin = [
-        {"variant": label, "seed": seed, **_row(point)}
+        {"variant": label, "seed": seed, **row(point, "loss")}
         for label, seeds in curves.by_variant.items()
         for seed, curve in seeds.items()
         for point in curve
     ]
     thick = [
-        {"variant": label, **_row(point)}
+        {"variant": label, **row(point, "loss")}
         for label, seeds in curves.by_variant.items()
         for point in mean_curve([curve for seed, curve in seeds.items() if (label, seed) in done])
     ]
-    window = _window([point for seeds in curves.by_variant.values() for curve in seeds.values() for point in curve])
-    known = [axis for axis, (field, _, _) in AXES.items() if any(row[field] is not None for row in thin)]
+    shown = window([point for seeds in curves.by_variant.values() for curve in seeds.values() for point in curve])
+    known = [axis for axis, (field, _, _) in AXES.items() if any(r[field] is not None for r in thin)]
     averaged = "every recorded loss" if curves.width == 1 else f"the mean loss of {curves.width} steps"
     return Section(
         name="loss",
         title="Training loss against what it cost",
         caption=(
-            f"Each point is {averaged}; thin lines are seeds, the thick line is their mean. The first losses run off "
-            "the top so that the ends can be told apart. FLOPs count visible pairs of positions; seconds are each "
-            "run's own training time on this machine, without evaluation."
+            f"Each point is {averaged}; thin lines are seeds, the thick line is their mean. Seconds are what each run "
+            "took itself, without evaluation."
         ),
-        panels=tuple(Panel(f"loss-{axis}", TABS.get(axis, axis), _panel(study, axis, window)) for axis in known),
+        panels=tuple(
+            Panel(
+                f"loss-{axis}",
+                TABS.get(axis, axis),
+                lines(study, "loss", axis, "loss", "training loss (nats per token)", shown),
+            )
+            for axis in known
+        ),
         datasets={"loss-seeds": thin, "loss-mean": thick},
         rows=thin,
     )
 
 
-def _row(point: Point) -> dict[str, Any]:
+def row(point: Point, name: str) -> dict[str, Any]:
+    """A point as it is drawn; `name` is what its value is called."""
     return {
         "step": point.step,
         "tokens": point.tokens,
         "flops": None if point.flops is None else float(f"{point.flops:.5g}"),
         "seconds": float(f"{point.seconds:.6g}"),
-        "loss": round(point.loss, 5),
+        name: round(point.loss, 5),
     }
 
 
-def _panel(study: Study, axis: str, window: tuple[float, float]) -> dict[str, Any]:
-    field, title, form = AXES[axis]
-    bottom, top = window
-    x = alt.X(f"{field}:Q", title=title, axis=alt.Axis(tickCount=6, format=form))
+def lines(
+    study: Study,
+    data: str,
+    axis: str,
+    value: str,
+    title: str,
+    shown: tuple[float, float],
+    *,
+    marks: bool = False,
+    rule: Any = None,
+) -> dict[str, Any]:
+    """Curves against one axis: of the data sets `data`-seeds and `data`-mean, whose values are called `value`.
+
+    shown: bottom and top. marks: a mark at every point of the mean. rule: another layer, below the lines.
+    """
+    field, name, form = AXES[axis]
+    x = alt.X(f"{field}:Q", title=name, axis=alt.Axis(tickCount=6, format=form))
     # A line breaks where it leaves the window: Vega's own clipping makes writing the PNG files fifty times slower.
-    within = {"shown": f"datum.loss > {top} ? null : datum.loss"}
-    y = alt.Y("shown:Q", title="training loss (nats per token)", scale=alt.Scale(domain=[bottom, top], nice=False))
+    within = {"shown": f"datum.{value} > {shown[1]} ? null : datum.{value}"}
+    y = alt.Y("shown:Q", title=title, scale=alt.Scale(domain=list(shown), nice=False))
     seeds = (
-        alt.Chart(named("loss-seeds"))
+        alt.Chart(named(f"{data}-seeds"))
         .transform_calculate(**within)
         .mark_line(strokeWidth=1, strokeOpacity=0.35)
         .encode(x=x, y=y, color=colour(study), detail="seed:N")
     )
     means = (
-        alt.Chart(named("loss-mean"))
+        alt.Chart(named(f"{data}-mean"))
         .transform_calculate(**within)
-        .mark_line(strokeWidth=2.5)
+        .mark_line(strokeWidth=2.5, point=alt.OverlayMarkDef(size=40) if marks else False)
         .encode(
             x=x,
             y=y,
             color=colour(study),
-            tooltip=["variant:N", alt.Tooltip(f"{field}:Q"), alt.Tooltip("loss:Q", format=".4f")],
+            tooltip=["variant:N", alt.Tooltip(f"{field}:Q"), alt.Tooltip(f"{value}:Q", format=".4f")],
         )
     )
-    return finish(alt.layer(seeds, means), 340)
+    return finish(alt.layer(*([] if rule is None else [rule]), seeds, means), 340)
 
 
-def _window(points: list[Point]) -> tuple[float, float]:
-    """Bottom and top of the losses drawn: the lowest, and the highest of the last 85 % of steps, with a margin."""
+def window(points: list[Point]) -> tuple[float, float]:
+    """Bottom and top of what is drawn: the lowest, and the highest of the last 85 % of steps, with a margin."""
     last = max(point.step for point in points)
     late = [point.loss for point in points if point.step > 0.15 * last] or [point.loss for point in points]
     bottom, top = min(point.loss for point in points), max(late)

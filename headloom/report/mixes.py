@@ -1,10 +1,14 @@
-"""Learned mixes after training as heat maps: a grid of small maps a variant, bounded in maps and in cells."""
+"""What a mechanism shows of its learned weights, as heat maps: after training, and the change from the start.
+
+A run's pictures.npz says what there is, with names for rows and columns; a folder from before there was one has
+mixes.npz, without names and without the start. A grid of small maps a variant, bounded in maps and in cells.
+"""
 
 from __future__ import annotations
 
 import re
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -14,24 +18,35 @@ import numpy as np
 from headloom.report.records import Study
 from headloom.report.style import Panel, Section, finish, named
 
-VARIANTS, MAPS, LAYERS = 8, 24, 6
+PANELS, MAPS, LAYERS = 8, 24, 6
 CELLS = 24_000  # of a variant's maps together; a larger weight stays in its file
-WIDTH = 140
+WIDTH, MARGIN = 140, 62  # of a map, and of the names and the space beside it
 LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Map:
-    """One learned mix as a matrix (first axis, all others)."""
+    """One learned weight as a matrix: what it is called, what its rows and columns are, and what it was at the start
+    (None: not recorded)."""
 
     layer: int
     name: str
     shape: tuple[int, ...]
     weight: np.ndarray
+    start: np.ndarray | None = None
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    down: str = ""
+    across: str = ""
+
+    @property
+    def change(self) -> Map | None:
+        """The difference to the start, in place of the weight."""
+        return None if self.start is None else replace(self, weight=self.weight - self.start)
 
 
 def mixes(study: Study) -> Section | None:
-    """One panel a variant, of its first finished seed; None where no run left mixes."""
+    """Two panels a variant, of its first finished seed; None where no run left anything to show."""
     panels: list[Panel] = []
     datasets: dict[str, list[dict[str, Any]]] = {}
     rows, notes = [], []
@@ -39,31 +54,32 @@ def mixes(study: Study) -> Section | None:
         maps = read_maps(study, run)
         if not maps:
             continue
-        if len(panels) == VARIANTS:
-            notes.append(f"{label}: not drawn (at most {VARIANTS} variants are); see {run['folder']}/mixes.npz.")
-            continue
         drawn = chosen(maps)
-        name = f"mixes-{len(panels) + 1}"
+        changes = [change for m in drawn if (change := m.change) is not None]
+        file = f"{run['folder']}/{'pictures' if run.get('pictures') else 'mixes'}.npz"
+        if len(panels) + 1 + bool(changes) > PANELS:
+            notes.append(f"{label}: not drawn, for want of room; see {file}.")
+            continue
         if len(drawn) < len(maps):
             layers = ", ".join(str(layer) for layer in sorted({m.layer for m in drawn})) or "none"
-            notes.append(
-                f"{label}: {len(drawn)} of {len(maps)} maps are drawn (layers {layers}); "
-                f"all are in {run['folder']}/mixes.npz."
-            )
-        if drawn:
-            spec, data = _grid(drawn, name)
-            panels.append(Panel(name, label, spec))
-            datasets |= data
+            notes.append(f"{label}: {len(drawn)} of {len(maps)} maps are drawn (layers {layers}); all are in {file}.")
+        for tab, grid, what in ((label, drawn, "weight"), (f"{label}: change", changes, "change of the weight")):
+            if grid:
+                name = f"mixes-{len(panels) + 1}"
+                spec, data = _grid(grid, name, what)
+                panels.append(Panel(name, tab, spec))
+                datasets |= data
         rows += [_summary(label, run["seed"], m) for m in maps]
     if not rows:
         return None
     return Section(
         name="mixes",
-        title="Mixes after training",
+        title="What the heads learned",
         caption=(
-            "One map a mix and layer, of the first finished seed: rows are the weight's first axis, columns the "
-            "others. Blue is negative, orange positive, zero has the ground's colour; the colour goes with the square "
-            "root, so that small weights show. The scale is shared by the maps of a variant."
+            "One map a learned weight and layer, of the first finished seed, after training and as the change from the "
+            "start. Numbers count from 0; 3.1 is number 1 of head 3. Blue is negative, orange positive, zero has the "
+            "ground's colour; the colour goes with the square root, so that small weights show. The scale is shared by "
+            "the maps that are shown together."
         ),
         panels=tuple(panels),
         datasets=datasets,
@@ -76,28 +92,40 @@ def mixes(study: Study) -> Section | None:
 def _first_runs(study: Study) -> dict[str, dict[str, Any]]:
     first: dict[str, dict[str, Any]] = {}
     for run in study.finished:
-        if run.get("mixes"):
+        if run.get("pictures") or run.get("mixes"):
             first.setdefault(run["variant"], run)
     return {label: first[label] for label in study.labels if label in first}
 
 
 def read_maps(study: Study, run: dict[str, Any]) -> list[Map]:
-    """The mixes a run left, by name and layer; without a weight that is not finite, or a file that cannot be read."""
+    """What a run left to show, by name and layer; without a weight that is not finite, or a file that cannot be
+    read."""
     found = []
     try:
-        path = study.folder / run["folder"] / "mixes.npz"
+        path = study.folder / run["folder"] / ("pictures.npz" if run.get("pictures") else "mixes.npz")
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as saved:
             for key in saved.files:
-                weight = np.asarray(saved[key], dtype=np.float32)
-                if weight.ndim and weight.size and np.isfinite(weight).all():
-                    layer = LAYER.search(key)
-                    name = ".".join(part for part in key.split(".")[-3:] if part not in ("weight", "self_attn"))
-                    matrix = weight.reshape(weight.shape[0], -1)
-                    found.append(Map(int(layer[1]) if layer else 0, name, weight.shape, matrix))
+                if "/" not in key or key.endswith("/end"):
+                    m = _map(key.removesuffix("/end"), saved)
+                    if m.weight.size and np.isfinite(m.weight).all():
+                        found.append(m)
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return []
     names = list(dict.fromkeys(m.name for m in found))
     return sorted(found, key=lambda m: (names.index(m.name), m.layer))
+
+
+def _map(key: str, saved: Any) -> Map:
+    layer = LAYER.search(key)
+    parts = key[layer.end() :] if layer else key  # "self_attn.q_mix.weight" of the layer
+    name = ".".join(part for part in parts.split(".") if part not in ("weight", "self_attn", "attn", "attention"))
+    place = int(layer[1]) if layer else 0
+    if key in saved.files:  # a mix, without names
+        weight = np.atleast_1d(np.asarray(saved[key], dtype=np.float32))
+        return Map(place, name, weight.shape, weight.reshape(len(weight), -1))
+    weight, start = (np.asarray(saved[f"{key}/{when}"], dtype=np.float32) for when in ("end", "start"))
+    rows, columns, (down, across) = (tuple(map(str, saved[f"{key}/{part}"])) for part in ("rows", "columns", "axes"))
+    return Map(place, name, weight.shape, weight, start, rows, columns, down, across)
 
 
 def chosen(maps: list[Map]) -> list[Map]:
@@ -127,30 +155,37 @@ def _summary(label: str, seed: int, m: Map) -> dict[str, Any]:
     }
 
 
-def _grid(maps: list[Map], name: str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+def _grid(maps: list[Map], name: str, what: str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     top = max(float(np.abs(m.weight).max()) for m in maps) or 1.0
     top = float(f"{top:.2g}")
     scale = alt.Scale(type="pow", exponent=0.5, domain=[-top, 0, top], range="diverging", interpolate="rgb")
     legend = alt.Legend(
-        title="weight", orient="top", gradientLength=200, format="~g", values=[-top, -top / 4, 0, top / 4, top]
+        title=what, orient="top", gradientLength=200, format="~g", values=[-top, -top / 4, 0, top / 4, top]
     )
     charts, data = [], {}
     for place, m in enumerate(maps):
         height, width = m.weight.shape
-        # One value a cell is all that travels; rows and columns are counted where the map is drawn.
-        data[f"{name}-{place}"] = [{"weight": [float(f"{x:.3g}") for x in m.weight.ravel()]}]
+        # One value a cell travels, and the names once; rows and columns are counted where the map is drawn.
+        names = {
+            "rows": m.rows or tuple(map(str, range(height))),
+            "columns": m.columns or tuple(map(str, range(width))),
+        }
+        data[f"{name}-{place}"] = [{"weight": [float(f"{x:.3g}") for x in m.weight.ravel()], **names}]
         drawn_height = round(min(WIDTH, max(36, WIDTH * height / width)))
         charts.append(
             alt.Chart(named(f"{name}-{place}"))
             .transform_flatten(["weight"])
             .transform_window(cell="row_number()")
-            .transform_calculate(row=f"floor((datum.cell - 1) / {width})", column=f"(datum.cell - 1) % {width}")
+            .transform_calculate(
+                row=f"datum.rows[floor((datum.cell - 1) / {width})]",
+                column=f"datum.columns[(datum.cell - 1) % {width}]",
+            )
             .mark_rect()
             .encode(
-                x=alt.X("column:O", axis=None, scale=alt.Scale(padding=0)),
-                y=alt.Y("row:O", axis=None, scale=alt.Scale(padding=0)),
+                x=alt.X("column:O", sort=None, axis=_axis(m.across), scale=alt.Scale(padding=0)),
+                y=alt.Y("row:O", sort=None, axis=_axis(m.down), scale=alt.Scale(padding=0)),
                 color=alt.Color("weight:Q", scale=scale, legend=legend),
-                tooltip=["row:Q", "column:Q", alt.Tooltip("weight:Q", format="+.4f")],
+                tooltip=["row:N", "column:N", alt.Tooltip("weight:Q", format="+.4f")],
             )
             .properties(
                 width=WIDTH,
@@ -161,8 +196,16 @@ def _grid(maps: list[Map], name: str) -> tuple[dict[str, Any], dict[str, list[di
     columns = _columns(len({m.layer for m in maps}), len({m.name for m in maps}))
     spec = finish(alt.concat(*charts, columns=columns, spacing=18).resolve_scale(color="shared"), None)
     # page.js lays fewer maps side by side where fewer fit
-    spec["usermeta"] = {"columns": columns, "step": WIDTH + 20}
+    spec["usermeta"] = {"columns": columns, "step": WIDTH + MARGIN}
     return spec, data
+
+
+def _axis(title: str) -> alt.Axis | None:
+    """Names as far as they have room; none for a map without."""
+    if not title:
+        return None
+    small: dict[str, Any] = {"labelFontSize": 8, "titleFontSize": 9, "titlePadding": 2, "labelPadding": 2}
+    return alt.Axis(title=title, labelOverlap="greedy", labelAngle=0, ticks=False, domain=False, **small)
 
 
 def _columns(layers: int, names: int) -> int:

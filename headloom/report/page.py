@@ -73,15 +73,17 @@ def render(study: Study, sections: list[Section], addresses: dict[str, str]) -> 
         title=facts.title(study),
         question=study.study.get("question") or "",
         banner=facts.banner(study),
-        headlines=[*([summary] if summary else []), *(line for line in results["headlines"] if line != summary)],
+        in_short=facts.in_short(study),
+        headlines=[line for line in (summary, results.get("time_summary")) if line] or results["headlines"],
         warnings=results.get("warnings") or [],
         tables=[
             ("What was found", "Results of every variant", *_table(tables.found(study))),
+            ("How sure it is", "Intervals of every difference", *_table(tables.sure(study))),
             ("What it cost", "Size and costs of every variant", *_table(tables.costs(study))),
         ],
         kinds={"verdict": "verdict", "options": "text", "state": "text"},
-        colours=[colour_of(place) for place in range(len(study.labels))],
-        table_notes=results["notes"],
+        colours={label: colour_of(place) for place, label in enumerate(study.labels)},
+        table_notes=[*results["notes"], *facts.how_read(study)],
         failed=failed,
         more_failed=more_failed,
         sections=sections,
@@ -132,7 +134,7 @@ def _drawings(study: Study, sections: list[Section]) -> dict[str, Any]:
 
 def _table(found: tuple[list[str], list[tables.Row]]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     names, rows = found
-    return names, [(row.verdict, [_keep_together(cell) for cell in row.cells]) for row in rows]
+    return names, [(row.verdict, [row.cells[0], *map(_keep_together, row.cells[1:])]) for row in rows]
 
 
 def _keep_together(cell: str) -> str:

@@ -37,7 +37,6 @@ def learning_rates(study: Study) -> Section | None:
     if not rows:
         return None
     added = any(variant.get("grid_added") for variant in study.results["variants"])
-    edge = [variant for variant in study.results["variants"] if variant.get("grid_edge")]
     return Section(
         name="learning-rates",
         title="Learning rates",
@@ -50,16 +49,6 @@ def learning_rates(study: Study) -> Section | None:
         panels=(Panel("learning-rates", "", _panel(study, rows, failed)),),
         datasets={"rates": rows, "rates-failed": failed},
         rows=rows,
-        notes=tuple(_edge(variant) for variant in edge),
-    )
-
-
-def _edge(variant: dict[str, Any]) -> str:
-    rates = [entry["learning_rate"] for entry in variant["grid"]]
-    side = "largest" if variant["learning_rate"] == max(rates) else "smallest"
-    return (
-        f"{variant['label']}: the best rate, {variant['learning_rate']:g}, is the grid's {side}; "
-        "a better one may lie beyond it."
     )
 
 

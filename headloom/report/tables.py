@@ -1,4 +1,4 @@
-"""Tables as text cells: the terminal's, and the page's two (what was found; what it cost)."""
+"""Tables as text cells: the terminal's, and the page's three (what was found; how sure that is; what it cost)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from headloom.report.records import Study
 
 BEYOND = ("better", "worse")
+MOST = 1000  # pairs beyond which an estimate of them says no more than that it is beyond
 WORDS = {
     "better": "better",
     "worse": "worse",
@@ -40,7 +41,12 @@ def columns(reference: str) -> tuple[str, ...]:
         "step time",
         "bits per byte",
         f"difference to {reference}",
+        f"bits per byte at {reference}'s time",
+        "more seeds to settle it",
     )
+
+
+DIFFERENCE = 7  # the place of the verdict among them
 
 
 def rows(study: Study) -> list[Row]:
@@ -50,44 +56,100 @@ def rows(study: Study) -> list[Row]:
 
 
 def found(study: Study) -> tuple[list[str], list[Row]]:
-    """The page's first table: quality, the paired difference, how sure. Columns that no variant fills are left out."""
+    """The page's first table: quality, the paired difference, what a step takes, quality at equal time, and how many
+    more seeds would settle it. Columns that no variant fills are left out."""
     variants = study.results["variants"]
-    against = {name for variant in variants if (name := study.against(variant))}
+    against = _references(study)
+    whose = next(iter(against)) if len(against) == 1 else "its reference"
     names = [
         "variant",
         "bits per byte",
-        f"difference to {next(iter(against))}" if len(against) == 1 else "difference to its reference",
+        f"difference to {whose}",
         "verdict",
-        "95 % interval (t)",
-        "95 % interval (bootstrap)",
-        "p (Holm)",
-        "effect / seed sd",
-        "options",
+        f"step time, in {whose}'s",
+        f"bits per byte at {whose}'s time",
+        "difference there",
+        "more seeds to settle it",
     ]
     places = _places(variants)
     lines = []
     for variant in variants:
         verdict, _ = _difference(study, variant, places)
-        row = variant.get("difference") or {}
-        mean = row.get("mean")
-        word = WORDS[verdict] + (f" than {study.against(variant)}" if len(against) > 1 and verdict in BEYOND else "")
+        other = study.against(variant)
+        word = WORDS[verdict] + (f" than {other}" if len(against) > 1 and verdict in BEYOND else "")
+        read = variant.get("at_time") or {}
+        ratio = variant.get("step_ratio")
         cells = (
             variant["label"],
             _quality(variant, places),
-            "-" if mean is None else f"{mean:+.{places}f}",
+            _signed(variant.get("difference"), places),
             word,
-            _interval(row.get("low"), row.get("high"), places),
-            _interval(row.get("bootstrap_low"), row.get("bootstrap_high"), places),
-            _p(row.get("p"), row.get("p_holm")),
-            "-" if row.get("effect") is None else f"{row['effect']:+.2g}",
-            _options(variant, but=variant["label"]),
+            "-" if ratio is None else f"{1.0 if other is None else ratio:.2f}",
+            _mean(read, places),
+            _signed(read.get("difference"), places),
+            _more_seeds(variant),
         )
         lines.append(Row(variant["label"], cells, verdict, ""))
     return filled(names, lines)
 
 
+def sure(study: Study) -> tuple[list[str], list[Row]]:
+    """The page's second table: how sure the differences are."""
+    names = ["variant", "95 % interval (t)", "95 % interval (bootstrap)", "p (Holm)", "effect / seed sd"]
+    places = _places(study.results["variants"])
+    lines = []
+    for variant in study.results["variants"]:
+        row = variant.get("difference")
+        if row is not None:
+            cells = (
+                variant["label"],
+                _interval(row.get("low"), row.get("high"), places),
+                _interval(row.get("bootstrap_low"), row.get("bootstrap_high"), places),
+                _p(row.get("p"), row.get("p_holm")),
+                "-" if row.get("effect") is None else f"{row['effect']:+.2g}",
+            )
+            lines.append(Row(variant["label"], cells, "", ""))
+    return filled(names, lines)
+
+
+def _references(study: Study) -> set[str]:
+    return {name for variant in study.results["variants"] if (name := study.against(variant))}
+
+
+def _signed(difference: dict[str, Any] | None, places: int) -> str:
+    """A paired difference with half its interval."""
+    if difference is None or difference["mean"] is None:
+        return "-"
+    half = difference.get("half_width")
+    return f"{difference['mean']:+.{places}f}" + ("" if half is None else f" ± {half:.{places}f}")
+
+
+def _mean(read: dict[str, Any], places: int) -> str:
+    mean = read["bits_per_byte"]["mean"] if read else None
+    return "-" if mean is None else f"{mean:.{places}f}"
+
+
+def _in_time(read: dict[str, Any], places: int) -> str:
+    difference = _signed(read.get("difference"), places)
+    return _mean(read, places) + ("" if difference == "-" else f" ({difference})")
+
+
+def _more_seeds(variant: dict[str, Any]) -> str:
+    """The estimate in words: "-" where it is settled or there is nothing to settle."""
+    difference = variant.get("difference")
+    if not difference or difference["verdict"] in BEYOND:
+        return "-"
+    more = difference.get("more_seeds")
+    if more is None:
+        return "not known" if difference["n"] < 2 else "-"
+    if more + difference["n"] >= MOST:
+        return f"over {MOST - difference['n'] - 1:,}"
+    digits = max(0, len(str(more)) - 2)
+    return f"about {round(more, -digits):,}"
+
+
 def costs(study: Study) -> tuple[list[str], list[Row]]:
-    """The page's second table: what every variant is made of and takes. Columns that no variant fills are left out."""
+    """The page's third table: what every variant is made of and takes. Columns that no variant fills are left out."""
     names = [
         "variant",
         "parameters",
@@ -99,6 +161,7 @@ def costs(study: Study) -> tuple[list[str], list[Row]]:
         "steps / tokens",
         "planned time",
         "learning rate",
+        "options",
     ]
     lines = []
     for variant in study.results["variants"]:
@@ -114,6 +177,7 @@ def costs(study: Study) -> tuple[list[str], list[Row]]:
             _joined(" / ", [variant.get("steps"), variant.get("tokens_trained")], short),
             _joined("", [variant.get("planned_seconds")], seconds),
             _joined("", [variant.get("learning_rate")], "{:g}".format) + (" (edge)" * bool(variant.get("grid_edge"))),
+            _options(variant, but=variant["label"]),
         )
         lines.append(Row(variant["label"], cells, "", ""))
     return filled(names, lines)
@@ -153,6 +217,8 @@ def _row(study: Study, variant: dict[str, Any], places: int) -> Row:
         _step(study, variant),
         _quality(variant, places),
         compared,
+        _in_time(variant.get("at_time") or {}, places),
+        _more_seeds(variant),
     )
     return Row(variant["label"], cells, verdict, problem)
 

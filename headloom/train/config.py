@@ -20,7 +20,7 @@ EVALUATION_SHARE = 0.1
 
 def evaluation_bytes(tokens_trained: int, evaluations: int) -> int:
     """How much validation text the evaluations along a run may read each time: the largest power of two of bytes with
-    which all of them together cost at most a tenth of the training.
+    which all of them together cost at most a tenth of the training, and at least 1024: less text would say nothing.
 
     A forward pass costs a third of a training step, and a token stands for a byte or more.
 
@@ -28,7 +28,7 @@ def evaluation_bytes(tokens_trained: int, evaluations: int) -> int:
     8192
     """
     allowed = 3 * EVALUATION_SHARE * tokens_trained / max(1, evaluations)
-    return 2 ** max(8, math.floor(math.log2(max(1.0, allowed))))
+    return 2 ** max(10, math.floor(math.log2(max(1.0, allowed))))
 
 
 class LayerSpec(BaseModel):

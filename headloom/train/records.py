@@ -3,6 +3,7 @@
 config.json     the resolved configuration           metrics.jsonl   one JSON object a line, flushed as it happens
 result.json     there if and only if the run is complete             failure.json   why it stopped, if it did
 mixes.npz       the learned mixes after training, by the parameter's name; absent where there are none
+pictures.npz    what a report shows of the weights, before and after training (headloom.train.weights); likewise
 checkpoints/    while it runs: what it goes on from after a kill     tracking/      what --track writes
 
 Lines of metrics.jsonl: one "train" a step; one "curve" for each evaluation along the way and one for the last step, all
@@ -30,7 +31,8 @@ from headloom.core.errors import HeadloomError
 from headloom.core.files import read_json, write_json, write_text
 from headloom.core.heap import freed_memory
 
-CONFIG, METRICS, RESULT, FAILURE, MIXES = "config.json", "metrics.jsonl", "result.json", "failure.json", "mixes.npz"
+CONFIG, METRICS, RESULT, FAILURE = "config.json", "metrics.jsonl", "result.json", "failure.json"
+MIXES, PICTURES = "mixes.npz", "pictures.npz"
 
 
 class CurvePoint(BaseModel):

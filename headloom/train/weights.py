@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headloom.attention import Attention
+from headloom.attention.pictures import Picture
 from headloom.core.files import replaced
 from headloom.ops.mixing import Mix
 
@@ -31,6 +33,40 @@ def checksum(weights: Mapping[str, Tensor]) -> str:
 def mixing_weights(model: nn.Module) -> list[str]:
     """Names of the weights that mix heads."""
     return [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Mix)]
+
+
+def pictures(model: nn.Module) -> dict[str, Picture]:
+    """Parameter's name in the model -> how it is shown, of every layer's attention."""
+    return {
+        f"{path}.{picture.weight}": picture
+        for path, module in model.named_modules()
+        if isinstance(module, Attention)
+        for picture in module.pictures()
+    }
+
+
+def values(model: nn.Module, shown: Iterable[str]) -> dict[str, np.ndarray]:
+    """What the named parameters are now, as float32 copies."""
+    weights = model.state_dict()
+    return {name: weights[name].detach().float().cpu().numpy().copy() for name in shown}
+
+
+def save_pictures(
+    path: Path, shown: Mapping[str, Picture], before: Mapping[str, np.ndarray], weights: Mapping[str, Tensor]
+) -> None:
+    """An .npz with five arrays for each name: <name>/start and <name>/end as float32 matrices, before and after
+    training, <name>/rows and <name>/columns as texts, and <name>/axes, what those are. No file if there are none."""
+    if not shown:
+        return
+    arrays = {}
+    for name, picture in shown.items():
+        size = len(picture.rows), len(picture.columns)
+        arrays[f"{name}/start"] = before[name].reshape(size)
+        arrays[f"{name}/end"] = weights[name].detach().float().cpu().numpy().reshape(size)
+        arrays[f"{name}/rows"], arrays[f"{name}/columns"] = np.array(picture.rows), np.array(picture.columns)
+        arrays[f"{name}/axes"] = np.array([picture.down, picture.across])
+    with replaced(path) as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def save_mixes(path: Path, names: list[str], weights: Mapping[str, Tensor]) -> None:

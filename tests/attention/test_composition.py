@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles import ORACLES
 from oracles.common import settings
-from oracles.compare import assert_close, assert_matches, draw, randomise, sides
+from oracles.compare import assert_close, assert_matches, assert_rounds, draw, randomise, sides
 
 import headloom as hl
 from headloom.attention.bases import BASES
@@ -249,7 +249,7 @@ def test_a_model_generates_with_its_cache_as_without(spec, tmp_path):
     assert held == 2 * 2 * 6 * count(model.model.layers[0].self_attn.cache_slots())
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert_rounds(again(ids).logits, model(ids).logits, "loaded", terms=24)
 
 
 # TPA's head counts (arXiv:2501.06425): about equal attention parameters, head_dim 64.

@@ -237,3 +237,16 @@ def test_bad_options_say_what_came_and_what_is_allowed(options, words):
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_pictures_are_by_head_and_pseudo_head():
+    attn = hl.attention("iha", hidden_size=12, num_heads=3, num_kv_heads=1, pseudo_heads=2, rope_theta=None)
+    q, k, v, out = attn.pictures()
+    assert (q.weight, q.down, q.across) == ("q_mix.weight", "to head.pseudo-head", "from head")
+    assert q.rows == ("0.0", "0.1", "1.0", "1.1", "2.0", "2.1") and q.columns == ("0", "1", "2")
+    assert k.columns == v.columns == ("0",)
+    assert (out.rows, out.columns) == (q.columns, q.rows)
+    with torch.no_grad():
+        attn.q_mix.weight.zero_()[2, 1, 1] = 1.0  # to pseudo-head 1 of head 2, from head 1
+    matrix = attn.q_mix.weight.reshape(len(q.rows), len(q.columns))
+    assert matrix[q.rows.index("2.1"), q.columns.index("1")] == 1.0 == matrix.sum()

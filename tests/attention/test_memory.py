@@ -29,7 +29,7 @@ for options in (
 
 def test_every_order_stays_within_two_gib():
     """Forward and backward, batch 1, H = 8, K = 32; materialised scores alone would take 8.6 GB a head group."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     peaks = [float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines()]
     assert len(peaks) == 4 and max(peaks) < 2.0, done.stdout

@@ -228,3 +228,17 @@ def test_bad_options_say_what_came_and_what_is_allowed(options, words):
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_pictures_are_from_head_to_simulated_head():
+    attn = hl.attention("sas", hidden_size=8, num_heads=2, simulated_heads=4, simulated_width=6, kernel_size=3)
+    shown = {picture.weight: picture for picture in attn.pictures()}
+    assert list(shown) == [f"{name}.0.weight" for name in ("head_q", "head_k", "head_v", "feature_q", "feature_k")]
+    head = shown["head_q.0.weight"]
+    assert (head.down, head.across) == ("to simulated head", "from head.tap")
+    assert head.rows == ("0", "1", "2", "3") and head.columns == ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2")
+    with torch.no_grad():
+        attn.head_q[0].weight.zero_()[3, 1, 2] = 1.0  # to simulated head 3, from head 1 by the last tap
+    assert attn.head_q[0].weight.reshape(4, 6)[3, head.columns.index("1.2")] == 1.0
+    one = hl.attention("sas", hidden_size=8, num_heads=2, simulated_heads=4, simulated_width=6, kernel_size=1)
+    assert one.pictures()[0].columns == ("0", "1") and one.pictures()[0].across == "from head"

@@ -260,7 +260,7 @@ for softcap in (None, 5.0):
 
 def test_memory_at_2048_tokens():
     """Forward and backward, H = 2: a tensor of T W1 W2 a head would be 64 MiB, one of T^2 W2 512 MiB, T^3 32 GiB."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     fused, blocks = map(float, done.stdout.split())
     assert fused < 250 and blocks < 500, done.stdout

@@ -247,11 +247,11 @@ def test_help_and_version_start_without_torch():
         "for arguments in (['--help'], ['compare', '--help'], ['cost', '--help'], ['--version']):\n"
         "    assert CliRunner().invoke(app, arguments).exit_code == 0, arguments\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
 
 
 def test_python_m_headloom():
-    done = subprocess.run([sys.executable, "-m", "headloom", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "headloom", "--help"], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0
     for command in ("compare", "list", "cost"):
         assert command in done.stdout

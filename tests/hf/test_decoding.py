@@ -73,7 +73,7 @@ def test_prompts_stream_word_by_word(mixed, ids, capsys):
     wanted = tokenizer.decode(model.generate(x, **SETTINGS)[0, 4:])
     model.generate(x, streamer=TextStreamer(tokenizer, skip_prompt=True), **SETTINGS)
     assert capsys.readouterr().out.strip() == wanted
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=900)
     thread = threading.Thread(target=model.generate, args=(x,), kwargs={"streamer": streamer, **SETTINGS})
     thread.start()
     pieces = list(streamer)

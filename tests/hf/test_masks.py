@@ -28,7 +28,7 @@ def four_d(real, dtype=torch.bool):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", ["none", "2d", "4d", "4d-float", "4d-full"])
+@pytest.mark.parametrize("form", ["none", "2d", "4d", "4d-float"])
 def test_a_later_token_moves_no_earlier_logit(tiny, ids, variant, backend, form):
     model = tiny(variant)
     model.set_attn_implementation(backend)
@@ -39,7 +39,6 @@ def test_a_later_token_moves_no_earlier_logit(tiny, ids, variant, backend, form)
         "2d": {"attention_mask": real},
         "4d": {"attention_mask": four_d(real)},
         "4d-float": {"attention_mask": four_d(real, torch.float64)},
-        "4d-full": {"attention_mask": torch.ones(2, 1, 9, 9, dtype=torch.bool)},
     }[form]
     y = x.clone()
     y[:, -1] = (x[:, -1] + 1) % 37
@@ -166,7 +165,9 @@ def plain(q, k, v, visible, scale, softcap=None):
     return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize("case", ["causal", "past", "window", "softcap", "encoder", "encoder-argument", "dense"])
+@pytest.mark.parametrize(
+    "case", ["causal", "past", "window", "softcap", "encoder", "encoder-argument", "made", "stated"]
+)
 def test_the_function_for_other_layers_is_complete(case):
     """Against softmax attention by hand: scale, grouped heads, and causality whenever nothing says otherwise."""
     S = 7
@@ -184,10 +185,11 @@ def test_the_function_for_other_layers_is_complete(case):
         visible, more = visible & (column > row - 3), {"sliding_window": 3}
     if case == "softcap":
         more = {"softcap": 2.0}
-    if case == "dense":
+    if case in ("made", "stated"):
         mask = torch.rand(2, 1, S, S) > 0.3
         mask |= torch.eye(S, dtype=torch.bool)
-        visible = visible & mask
+        visible = visible & mask if case == "made" else mask
+        more = {"mask_is_all": False} if case == "made" else {"sliding_window": 2, "mask_is_all": True}
     out, weights = masks.attention_function(module, q, k, v, mask, scaling=0.7, **more)
     assert weights is None and out.is_contiguous()
     torch.testing.assert_close(out, plain(q, k, v, visible, 0.7, more.get("softcap")), rtol=0, atol=1e-12)
@@ -247,13 +249,47 @@ def test_mask_function_writes_out_what_it_does_not_know():
 
 def test_other_masks_are_refused_by_name(tiny, ids):
     model, x = tiny("mha"), ids(1, 3)
+    for shape in ((1, 4, 3, 3), (2, 1, 3, 3), (1, 1, 2, 3)):
+        with pytest.raises(HeadloomError, match=rf"a mask of shape \({shape[0]}, {shape[1]}, .* cannot be read here"):
+            logits(model, x, attention_mask=torch.ones(shape, dtype=torch.bool))
     with pytest.raises(HeadloomError, match=r"Tensor of shape \(1, 4, 3, 3\)"):
-        logits(model, x, attention_mask=torch.ones(1, 4, 3, 3, dtype=torch.bool))
+        model.model(x, attention_mask=torch.ones(1, 4, 3, 3, dtype=torch.bool))
     with pytest.raises(HeadloomError, match="other biases are not supported"):
         logits(model, x, attention_mask=torch.full((1, 1, 3, 3), -0.5))
     with pytest.raises(HeadloomError, match="must be boolean"):
         logits(model, x, attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.long))
     assert masks.arriving(Causal(), 0, 3) == Causal()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_of_ours_is_off_under_a_4d_mask_and_on_under_masks_made_here(tiny, ids, backend):
+    """Of a Llama, whose config knows no window: 2-D padding, and `generate` with a static cache, keep it."""
+    model, x = tiny("iha", options={"window": 4}), ids(2, 9)
+    model.set_attn_implementation(backend)
+    real = torch.ones(2, 9, dtype=torch.long)
+    real[0, :2] = 0
+    out = logits(model, x, attention_mask=real)
+    torch.testing.assert_close(out[1:], logits(model, x[1:]), rtol=0, atol=1e-10)
+    torch.testing.assert_close(out[:1, 2:], logits(model, x[:1, 2:]), rtol=0, atol=1e-10)
+    wide = tiny("iha")
+    assert (logits(wide, x) - logits(model, x)).abs().max() > 1e-3
+    call = {"attention_mask": four_d(torch.ones(2, 9))}
+    torch.testing.assert_close(logits(model, x, **call), logits(wide, x, **call), rtol=0, atol=1e-10)
+    settings = {"attention_mask": real, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    want = model.generate(x, use_cache=False, **settings)
+    assert torch.equal(model.generate(x, cache_implementation="static", **settings), want)
+
+
+def test_a_4d_mask_goes_on_after_packed_documents(tiny, ids):
+    """The mask says which cached tokens are seen: two documents of three tokens, one more token for the second."""
+    model, x = tiny("gqa"), ids(1, 7)
+    whole = logits(model, x, documents=torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), position_ids=torch.arange(7)[None])
+    cache = model(x[:, :6], documents=torch.tensor([[0, 0, 0, 1, 1, 1]]), use_cache=True).cache
+    mask = torch.tensor([0, 0, 0, 1, 1, 1, 1]).bool().view(1, 1, 1, 7)
+    found = model(x[:, 6:], attention_mask=mask, cache=cache, position_ids=torch.tensor([[6]])).logits
+    torch.testing.assert_close(found, whole[:, 6:], rtol=0, atol=1e-10)
+    with pytest.raises(HeadloomError, match="no document ids"):
+        model(x[:, 6:], cache=cache)
 
 
 def test_output_attentions_names_maps(tiny, ids):

@@ -85,6 +85,37 @@ def test_the_result_is_computed_from_the_runs(made):
     assert other["step_ratio"] == other["step_time"]["median"] / reference["step_time"]["median"]
 
 
+def test_every_variant_is_read_at_the_references_time(made):
+    """Of three steps: after each of them, on all 1,024 bytes at most of the held-out text, and between them by time."""
+    reference, other = made.results["variants"]
+    curves = {}
+    for run in made.results["runs"]:
+        lines = (made.folder / run["folder"] / "metrics.jsonl").read_text().splitlines()
+        points = [record for record in map(json.loads, lines) if record["kind"] == "curve"]
+        assert [point["step"] for point in points] == [1, 2, 3]
+        assert json.loads((made.folder / run["folder"] / "config.json").read_text())["evaluation_bytes"] == 1024
+        curves[run["variant"], run["seed"]] = [point["bits_per_byte"] for point in points]
+    at_end = {str(seed): curves["mha", seed][2] for seed in (0, 1)}
+    assert reference["at_time"]["bits_per_byte"]["values"] == at_end
+    ratio = reference["step_time"]["median"] / other["step_time"]["median"]
+    step = 3 * ratio
+    read = other["at_time"]
+    assert read["step"] == pytest.approx(step) and read["seconds"] == 3 * reference["step_time"]["median"]
+    for seed in (0, 1):
+        curve = curves["iha", seed]
+        before = max(1, min(2, int(step)))
+        expected = curve[before - 1] + (step - before) * (curve[before] - curve[before - 1])
+        expected = curve[2] if step >= 3 else expected
+        if step >= 1:
+            assert read["bits_per_byte"]["values"][str(seed)] == pytest.approx(expected)
+    assert "bits per byte are those of a fixed part of the validation text (1,024 bytes)" in str(made.results["notes"])
+    (pair,) = made.results["pairs"]
+    assert (pair["variant"], pair["other"]) == ("mha", "iha") and pair["bits"]["n"] == 2
+    assert pair["time"]["low"] <= pair["time"]["high"] and len(other["step_time"]["samples"]) == 9
+    assert other["difference"]["more_seeds"] >= 0
+    assert made.results["time_summary"] == "" or made.results["time_summary"] in made.headlines
+
+
 def test_costs_are_of_the_whole_model(made):
     from headloom.bench.cost import cost
 

@@ -52,6 +52,7 @@ def invented(job, bundle, on_step):
     numbers = dict.fromkeys(RunResult.model_fields, 1.0) | {
         "name": run["name"], "bits_per_byte": bits, "selection_bits_per_byte": bits, "weights": "w",
         "validation_text": "t", "versions": {}, "machine": machine(), "score_paths": {},
+        "curve": [], "curve_text": "",
     }  # fmt: skip
     (folder / "result.json").write_text(json.dumps(numbers))
     return numbers

@@ -8,7 +8,9 @@ from headloom.lab.statistics import (
     correct,
     decimals,
     holm,
+    median_interval,
     paired_difference,
+    pairs_needed,
     sentence,
     spread,
     summary,
@@ -146,3 +148,37 @@ def test_one_sentence_for_all():
         "sas is worse than mha by 0.050 ± 0.012 bits per byte; x from gqa is not distinguishable."
     )
     assert said({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("mean", "sd", "comparisons"), [(-0.2, 0.1, 1), (0.2, 0.1, 3), (0.05, 0.1, 1), (-0.02, 0.1, 2)]
+)
+def test_the_pairs_needed_are_the_fewest_that_meet_the_formula(mean, sd, comparisons):
+    def shortfall(n):
+        both = stats.t.ppf(1 - 0.05 / (2 * comparisons), n - 1) + stats.t.ppf(0.8, n - 1)
+        return both * sd / math.sqrt(n) - abs(mean)
+
+    n = pairs_needed(mean, sd, comparisons=comparisons)
+    assert shortfall(n) <= 0 < shortfall(n - 1)
+
+
+def test_pairs_needed_agree_with_a_printed_table_and_have_a_bound():
+    assert pairs_needed(0.5, 1.0) in (33, 34)  # tables of the paired t test, effect 0.5, power 0.8: 34
+    assert pairs_needed(0.0, 1.0) == pairs_needed(1e-6, 1.0) == 1000
+
+
+def test_more_seeds_are_estimated_where_nothing_is_settled():
+    reference = {0: 2.9, 1: 2.8, 2: 2.7}
+    unclear = paired_difference({0: 2.6, 1: 2.65, 2: 2.65}, reference)  # -0.3, -0.15, -0.05
+    clear = paired_difference({0: 2.0, 1: 1.9, 2: 1.81}, reference)
+    alone = paired_difference({0: 2.6}, reference)
+    found = correct([unclear, clear, alone])
+    assert [difference.verdict for difference in found] == ["same", "better", "unknown"]
+    assert found[0].sd == pytest.approx(math.sqrt((0.13333333**2 + 0.01666667**2 + 0.11666667**2) / 2))
+    assert found[0].more_seeds == pairs_needed(unclear.mean, unclear.sd, comparisons=2) - 3 > 0
+    assert (found[1].more_seeds, found[2].more_seeds) == (0, None)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (8, 1), (9, 2), (11, 2), (12, 3), (15, 4), (20, 6), (25, 8)])
+def test_the_medians_interval_is_that_of_the_printed_table(n, k):
+    assert median_interval(list(range(n, 0, -1))) == (k, n + 1 - k)

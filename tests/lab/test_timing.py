@@ -114,7 +114,7 @@ def test_real_steps_are_measured_interleaved(text_file, monkeypatch):
     runs = {label: plan.run(label, 0).model_copy(update={"accumulation_steps": 2}) for label in ("mha", "gqa")}
     found = step_times(runs, plan.data, plan.tokenizer, repeats=3)
     assert len(seen) == 2 * (2 + 3) and seen[0::2] == [seen[0]] * 5 and seen[1::2] == [seen[1]] * 5
-    assert found["mha"] == {"median": 1, "low": 1, "high": 1, "repeats": 3}
+    assert found["mha"] == {"median": 1, "low": 1, "high": 1, "repeats": 3, "samples": [1, 1, 1]}
 
 
 def test_what_joins_later_is_measured_beside_its_target_and_in_its_time_of_then():
@@ -133,3 +133,20 @@ def test_what_joins_later_is_measured_beside_its_target_and_in_its_time_of_then(
     assert made.matches["sas"].target == pytest.approx(6.0) == made.matches["sas"].count
     again = Measured(made.timing, made.shapes, made.matches)
     assert match_time(found, shapes, measure, again) == again and len(asked) == 1
+
+
+def test_what_joins_later_keeps_its_repetitions_ratios():
+    found = spec("mha", "sas")
+    before = {"median": 0.02, "low": 0.02, "high": 0.03, "repeats": 3, "samples": [0.02, 0.03, 0.02]}
+    now = {"mha": [0.01, 0.01, 0.04], "sas": [0.03, 0.02, 0.1]}  # ratios 3, 2 and 2.5
+
+    def measure(shapes):
+        rows = {label: sorted(now[label]) for label in shapes}
+        return {label: {"median": r[1], "low": r[0], "high": r[2], "samples": now[label]} for label, r in rows.items()}
+
+    shapes = {v.label: v.shape for v in found.variants}
+    made = match_time(found, shapes, measure, Measured({"mha": before}, {"mha": shapes["mha"]}))
+    assert made.timing["sas"]["samples"] == pytest.approx([0.06, 0.06, 0.05])
+    old = {key: value for key, value in before.items() if key != "samples"}
+    made = match_time(found, shapes, measure, Measured({"mha": old}, {"mha": shapes["mha"]}))
+    assert made.timing["sas"]["samples"] == []

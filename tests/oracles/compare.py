@@ -94,6 +94,13 @@ def assert_close(found: Tensor, wanted: Tensor, what: str, tolerance: float = 1e
     assert error <= tolerance * size, f"{what}: error {error:.3e} at size {size:.3g}"
 
 
+def assert_rounds(found: Tensor, wanted: Tensor, what: str, terms: int) -> None:
+    """The same sums of `terms` products, added in whatever order: products of other shapes, or of tensors that lie
+    elsewhere in memory, round differently from processor to processor, each time by half an eps of what is summed."""
+    assert found.dtype == wanted.dtype, f"{what}: {found.dtype}, wanted {wanted.dtype}"
+    assert_close(found.detach(), wanted.detach(), what, 2 * terms * torch.finfo(wanted.dtype).eps)
+
+
 def assert_matches(module, oracle, s, x_BTD: Tensor, tolerance: float = 1e-10, **side: Tensor) -> None:
     """Output, gradient of the input and of every parameter, under one random cotangent."""
     ours = x_BTD.clone().requires_grad_()

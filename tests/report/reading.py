@@ -5,8 +5,9 @@ from html.parser import HTMLParser
 
 HOSTILE = "<script>alert(1)</script>"
 FIGURES = ("difference", "quality-time", "loss-steps", "loss-tokens", "loss-seconds")
-ALL = ("difference", "quality-time", "quality-parameters", "quality-cache", "loss-steps", "loss-tokens", "loss-flops",
-       "loss-seconds", "learning-rates", "mixes-1")  # fmt: skip
+AXES = ("steps", "tokens", "flops", "seconds")
+ALL = (*(f"held-out-{axis}" for axis in AXES), "difference", "quality-time", "quality-parameters", "quality-cache",
+       "learning-rates", "mixes-1", *(f"loss-{axis}" for axis in AXES))  # fmt: skip
 
 
 class Page(HTMLParser):

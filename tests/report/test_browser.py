@@ -22,7 +22,7 @@ def browse(tmp_path):
             [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
              f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--enable-logging=stderr", *options,
              "--dump-dom", page.as_uri()],
-            capture_output=True, text=True, timeout=120, check=True,
+            capture_output=True, text=True, timeout=900, check=True,
         )  # fmt: skip
         return Page(done.stdout), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 

@@ -71,6 +71,7 @@ def test_one_seed_says_that_there_is_no_interval(study_folder):
         if variant["difference"]:
             variant["difference"] |= {
                 "mean": 0.0123,
+                "n": 1,
                 "half_width": None,
                 "low": None,
                 "high": None,
@@ -78,7 +79,7 @@ def test_one_seed_says_that_there_is_no_interval(study_folder):
             }
     (study_folder / "results.json").write_text(json.dumps(results))
     row = rows(read_study(study_folder))[2]
-    assert row.cells[6:] == ("2.5000 (one seed)", "+0.0123 (one seed: no interval)")
+    assert row.cells[6:] == ("2.5000 (one seed)", "+0.0123 (one seed: no interval)", "-", "not known")
     assert row.verdict == "unknown"
 
 

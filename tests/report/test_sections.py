@@ -7,13 +7,15 @@ import pytest
 
 from headloom.report import mixes
 from headloom.report.figures import all_sections, difference
-from headloom.report.front import front, pareto
+from headloom.report.front import front, on_front
+from headloom.report.held_out import held_out
 from headloom.report.loss import loss
 from headloom.report.rates import learning_rates
 from headloom.report.records import read_study
 from headloom.report.sweep import sweep
 
 RATES = (1e-3, 3e-3, 1e-2)
+PAIRS = [("mha", "gqa"), ("mha", "iha"), ("mha", "sas"), ("gqa", "iha"), ("gqa", "sas"), ("iha", "sas")]
 
 
 def change(folder, edit):
@@ -43,7 +45,42 @@ def whole_folder(tmp_path, make_study):
     ],
 )
 def test_the_pareto_front(points, front_of):
-    assert pareto(points) == front_of
+    """Where nothing is known but the numbers."""
+    rows = [{"variant": str(place), "time": time, "bits": bits} for place, (time, bits) in enumerate(points)]
+    assert (on_front(rows, "time", {}) if rows else []) == front_of
+
+
+def row(variant, time, bits):
+    return {"variant": variant, "time": time, "bits": bits}
+
+
+ROWS = [row("mha", 28.2, 2.821), row("gqa", 28.6, 2.642), row("iha", 46.7, 2.600), row("sas", 76.1, 2.624)]
+
+
+@pytest.mark.parametrize(
+    ("noise", "members"),
+    [
+        ({}, ["mha", "gqa", "iha"]),  # by the numbers alone: mha for its 0.4 ms
+        # the measured times of mha and gqa overlap, the qualities do not
+        ({("mha", "gqa"): (1, 0)}, ["gqa", "iha"]),
+        # nothing is told apart in quality: what costs more time is off, and mha's 0.4 ms are no reason to stay
+        ({(a, b): (0, 0 if (a, b) == ("mha", "gqa") else -1) for a, b in PAIRS}, ["gqa"]),
+        # iha is better than gqa by more than noise
+        ({(a, b): (int(b == "iha"), 0 if (a, b) == ("mha", "gqa") else -1) for a, b in PAIRS}, ["gqa", "iha"]),
+        # what is told apart in time stays on, however little it is
+        ({("mha", "gqa"): (0, -1)}, ["mha", "iha"]),
+    ],
+)
+def test_noise_keeps_nobody_on_the_front(noise, members):
+    told = {**noise, **{(b, a): (-bits, -time) for (a, b), (bits, time) in noise.items()}}
+    assert [ROWS[place]["variant"] for place in on_front(ROWS, "time", told)] == members
+
+
+def test_a_cycle_that_noise_makes_leaves_the_best():
+    rows = [row("a", 3.0, 2.0), row("b", 2.0, 2.2), row("c", 2.5, 2.1)]
+    told = {("a", "b"): (0, 1), ("b", "c"): (0, 0), ("c", "a"): (1, 0)}
+    told |= {(b, a): (-bits, -time) for (a, b), (bits, time) in told.items()}
+    assert [rows[place]["variant"] for place in on_front(rows, "time", told)] == ["a"]
 
 
 def front_of_three(folder, **seconds):
@@ -82,6 +119,36 @@ def test_every_group_has_its_own_front(whole_folder):
     assert {row["variant"]: row["group"] for row in means} == {"mha": "mha", "gqa": "gqa", "iha": "mha"}
     assert {row["variant"]: row["front"] for row in means} == {"mha": True, "gqa": True, "iha": False}
     assert [row["time"] for row in means] == pytest.approx([1.0, 2.0, 2.0])
+
+
+def test_times_that_overlap_and_qualities_that_do_not_decide_by_their_intervals(whole_folder):
+    def pair(variant, other, bits, time):
+        return {
+            "variant": variant,
+            "other": other,
+            "bits": dict(zip(("low", "mean", "high"), bits, strict=True)),
+            "time": dict(zip(("low", "ratio", "high"), time, strict=True)),
+        }
+
+    def edit(results):
+        results["pairs"] = [
+            pair("mha", "gqa", (-0.2, -0.1, 0.01), (0.97, 0.99, 1.01)),
+            pair("mha", "iha", (0.05, 0.1, 0.2), (0.8, 0.9, 0.95)),
+            pair("gqa", "iha", (0.1, 0.2, 0.3), (0.8, 0.9, 0.95)),
+        ]
+
+    change(whole_folder, edit)
+    section = front_of_three(whole_folder, mha=9.9, gqa=10.0, iha=11.0)
+    assert {row["variant"] for row in section.datasets["quality-time-means"] if row["front"]} == {"mha", "iha"}
+    assert "the means alone decide" not in section.caption
+
+    def nearer(results):  # now mha is not told apart from iha in quality, and iha not from gqa in time
+        results["pairs"][1]["bits"]["low"] = -0.01
+        results["pairs"][2]["time"]["high"] = 1.01
+
+    change(whole_folder, nearer)
+    section = front_of_three(whole_folder, mha=9.9, gqa=10.0, iha=11.0)
+    assert {row["variant"] for row in section.datasets["quality-time-means"] if row["front"]} == {"mha"}
 
 
 def test_at_equal_time_the_best_alone_is_on_the_front(whole_folder):
@@ -127,6 +194,27 @@ def test_loss_is_drawn_against_what_the_runs_counted(whole_folder):
     assert {row["seed"] for row in section.datasets["loss-seeds"]} == {0, 1, 2}
 
 
+def test_held_out_quality_leads_and_is_drawn_against_what_the_runs_counted(whole_folder):
+    study = read_study(whole_folder)
+    section = held_out(study)
+    assert [panel.tab for panel in section.panels] == ["steps", "tokens", "FLOPs", "seconds"]
+    points = [row for row in section.datasets["held-out-mean"] if row["variant"] == "iha"]
+    assert [point["step"] for point in points] == [8, 16, 24, 32]  # quarters of 33 steps
+    # 1.6e9 FLOPs and 512 tokens a step; a step was measured to take 0.15 seconds
+    assert points[-1] == {
+        "variant": "iha", "step": 32, "tokens": 32 * 512, "flops": pytest.approx(32 * 1.6e9, rel=1e-4),
+        "seconds": pytest.approx(32 * 0.15), "bits": pytest.approx(2.42 + 4 * np.exp(-32 / 9), abs=1e-5),
+    }  # fmt: skip
+    assert {row["seed"] for row in section.datasets["held-out-seeds"]} == {0, 1, 2}
+    assert "the dashed line is the whole training time of mha" in section.caption
+    rule = next(panel for panel in section.panels if panel.tab == "seconds").spec["layer"][0]
+    assert rule["mark"]["type"] == "rule" and rule["data"]["values"] == [{"reference": "mha", "seconds": 6.0}]
+    for path in whole_folder.glob("runs/*/metrics.jsonl"):  # a folder from before, or of --evaluations 0
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if '"curve"' not in line))
+    assert held_out(study) is None
+
+
 def test_only_the_chosen_runs_are_drawn(whole_folder):
     study = read_study(whole_folder)
     assert len(study.results["runs"]) == 27
@@ -138,7 +226,7 @@ def test_the_rate_that_was_chosen_is_marked_and_the_edge_told(whole_folder):
     section = learning_rates(read_study(whole_folder))
     chosen = {row["variant"]: row["rate"] for row in section.rows if row["chosen"]}
     assert chosen == {"mha": 3e-3, "gqa": 3e-3, "iha": 1e-2}
-    assert section.notes == ("iha: the best rate, 0.01, is the grid's largest; a better one may lie beyond it.",)
+    assert section.notes == ()  # the page's warnings say it
     row = section.rows[0]
     assert (row["low"], row["high"]) == pytest.approx((row["mean"] - 0.004, row["mean"] + 0.004))
     assert section.datasets["rates-failed"] == [{"variant": "iha", "rate": 1e-3, "failed": 1}]
@@ -178,10 +266,35 @@ def test_a_map_is_the_weight_by_its_first_axis(tmp_path, whole_folder):
     assert [(m.layer, m.name, m.shape) for m in maps] == [(2, "q_mix", (3, 4)), (10, "q_mix", (2, 3, 4))]
     assert maps[1].weight[1].tolist() == list(range(12, 24))
     section = mixes.mixes(study)
-    assert section.datasets["mixes-1-1"] == [{"weight": list(range(24))}]
+    names = {"rows": ("0", "1"), "columns": tuple(map(str, range(12)))}
+    assert section.datasets["mixes-1-1"] == [{"weight": list(range(24)), **names}]
     assert section.rows[1] | {"mean": 11.5, "largest": 23.0, "shape": "2x3x4"} == section.rows[1]
     colours = section.panels[0].spec["concat"][0]["encoding"]["color"]["scale"]
     assert colours["domain"] == [-23.0, 0, 23.0]  # zero is in the middle, though no weight is negative
+
+
+def test_pictures_are_labelled_and_show_the_change_from_the_start(whole_folder):
+    def edit(results):
+        for run in results["runs"]:
+            run["pictures"] = run["variant"] == "mha" and run.get("chosen", True)
+
+    study = change(whole_folder, edit)
+    run = next(run for run in study.finished if run["pictures"])
+    key = "model.layers.3.self_attn.head_q.0.weight"
+    saved = {"start": [[1.0, 0.0], [0.0, 1.0]], "end": [[1.5, 0.0], [-0.25, 1.0]], "rows": ["0", "1"]}
+    saved |= {"columns": ["0.0", "0.1"], "axes": ["to simulated head", "from head.tap"]}
+    np.savez(
+        study.folder / run["folder"] / "pictures.npz", **{f"{key}/{part}": np.array(v) for part, v in saved.items()}
+    )
+    section = mixes.mixes(study)
+    assert [panel.tab for panel in section.panels] == ["mha", "mha: change", "iha"]  # iha has the old kind of file
+    after, changed = (section.datasets[f"mixes-{n}-0"][0] for n in (1, 2))
+    assert after == {"weight": [1.5, 0.0, -0.25, 1.0], "rows": ("0", "1"), "columns": ("0.0", "0.1")}
+    assert changed["weight"] == [0.5, 0.0, -0.25, 0.0]
+    drawn = section.panels[1].spec["concat"][0]
+    assert drawn["title"]["text"] == "head_q.0, layer 3"
+    assert drawn["encoding"]["x"]["axis"]["title"] == "from head.tap"
+    assert drawn["encoding"]["y"]["axis"]["title"] == "to simulated head"
 
 
 @pytest.mark.parametrize(
@@ -223,9 +336,5 @@ def test_a_mix_too_large_to_draw_is_left_to_its_file(whole_folder):
 def test_a_broken_mixes_file_leaves_the_rest_of_the_page(whole_folder, content):
     for path in whole_folder.glob("runs/*/mixes.npz"):
         path.write_bytes(content)
-    assert [section.name for section in all_sections(read_study(whole_folder))] == [
-        "difference",
-        "quality",
-        "loss",
-        "learning-rates",
-    ]
+    names = [section.name for section in all_sections(read_study(whole_folder))]
+    assert names == ["held-out", "difference", "quality", "learning-rates", "loss"]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from headloom.core.files import write_json
+from headloom.attention import Attention
+from headloom.core.files import DiskFull, write_json
 from headloom.ops.mixing import Mix
 from headloom.train import checkpoints
 from headloom.train.records import read_metrics
@@ -104,6 +105,22 @@ def test_a_checkpoint_whose_records_are_lost_is_not_used(data, tokenizer, make_c
     assert seen == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_checkpoint_that_does_not_fit_is_gone_and_the_one_before_is_used(
+    data, tokenizer, make_config, tmp_path, small_files
+):
+    run, folder, undisturbed = make_config(), tmp_path / "full", tmp_path / "whole"
+    with pytest.raises(Cut):
+        train(run, data, tokenizer, folder, cut_at(3), checkpoint_seconds=0)
+    before = [path.name for path in (folder / "checkpoints").iterdir()]
+    with small_files(6000), pytest.raises(DiskFull, match="what was finished is kept and whole; free some space"):
+        train(run, data, tokenizer, folder, checkpoint_seconds=0)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == before == ["step-2"]
+    assert not (folder / "failure.json").exists()
+    train(run, data, tokenizer, folder)
+    train(run, data, tokenizer, undisturbed, checkpoint_seconds=None)
+    assert numbers(folder) == numbers(undisturbed)
+
+
 def test_seconds_go_on_from_the_checkpoint(data, tokenizer, make_config, tmp_path):
     run = make_config()
     result, _ = in_pieces(run, data, tokenizer, tmp_path / "cut", cut_at(4))
@@ -140,8 +157,35 @@ def test_mixes_are_left_as_trained_and_flops_are_counted(data, tokenizer, make_c
             np.testing.assert_array_equal(saved[name], weight.detach().numpy())
     assert [r["flops"] for r in read_metrics(tmp_path / "a")] == [4 * 15 * 10.0, 2 * 4 * 15 * 10.0, 2 * 4 * 15 * 10.0]
     train(make_config(steps=1, warmup_steps=0), data, tokenizer, tmp_path / "b")
-    assert not (tmp_path / "b" / "mixes.npz").exists()
+    assert not (tmp_path / "b" / "mixes.npz").exists() and not (tmp_path / "b" / "pictures.npz").exists()
     assert read_metrics(tmp_path / "b")[0]["flops"] is None
+
+
+@pytest.mark.parametrize("specs", [[("iha", {"pseudo_heads": 2})], ["sas"]])
+def test_pictures_hold_the_weights_before_and_after_also_of_a_run_that_was_cut(
+    data, tokenizer, make_config, tmp_path, specs
+):
+    run = make_config(specs=specs, num_layers=1, steps=4)
+    held = []
+
+    def make(run, tokenizer):
+        model = build(run, tokenizer)
+        held.append((model, {name: weight.clone() for name, weight in model.state_dict().items()}))
+        return model
+
+    in_pieces(run, data, tokenizer, tmp_path / "a", cut_at(3), make_model=make)
+    model, start = held[-1]
+    (attention,) = [module for module in model.modules() if isinstance(module, Attention)]
+    with np.load(tmp_path / "a" / "pictures.npz") as saved:
+        for picture in attention.pictures():
+            name = f"model.layers.0.self_attn.{picture.weight}"
+            size = len(picture.rows), len(picture.columns)
+            np.testing.assert_array_equal(saved[f"{name}/start"], start[name].numpy().reshape(size))
+            np.testing.assert_array_equal(saved[f"{name}/end"], model.state_dict()[name].numpy().reshape(size))
+            assert (saved[f"{name}/start"] != saved[f"{name}/end"]).any()
+            assert tuple(saved[f"{name}/rows"]) == picture.rows and tuple(saved[f"{name}/columns"]) == picture.columns
+            assert tuple(saved[f"{name}/axes"]) == (picture.down, picture.across)
+        assert len(saved.files) == 5 * len(attention.pictures())
 
 
 def test_a_selection_text_is_measured_besides(data, tokenizer, make_config, tmp_path):

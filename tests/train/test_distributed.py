@@ -61,7 +61,7 @@ def launch(*command: object) -> str:
     """What two processes print, which must end well."""
     start = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
     start += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    done = subprocess.run([*start, *map(str, command)], capture_output=True, text=True, timeout=170)
+    done = subprocess.run([*start, *map(str, command)], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

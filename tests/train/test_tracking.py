@@ -58,7 +58,7 @@ def made(tmp_path_factory):
         env={**clean, "HOME": str(folder / "home"), "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return folder, done

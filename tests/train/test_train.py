@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import random
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import torch
 
 import headloom as hl
 import headloom.train.run as run_module
+import headloom.train.trainer as trainer_module
 from headloom import hf
 from headloom.core.errors import HeadloomError
 from headloom.data import TrainingRows
@@ -226,16 +227,23 @@ def test_evaluations_are_spread_evenly_and_end_with_the_run(make_config, steps, 
 
 
 def test_the_clock_leaves_out_validation_and_callbacks(run_tiny, monkeypatch):
+    """On a clock that goes on by a second at every look, by 100 in a validation and by 1000 in a callback."""
+    now = 0.0
+
+    def passes(seconds):
+        nonlocal now
+        now += seconds
+        return now
+
     def slow_measure(*args, **kwargs):
-        time.sleep(0.2)
+        passes(100.0)
         return bits_per_byte(*args, **kwargs)
 
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: passes(1.0)))
     monkeypatch.setattr(run_module, "bits_per_byte", slow_measure)
-    result, folder = run_tiny(evaluations=3, steps=8, on_progress=lambda step, steps, loss: time.sleep(0.15))
-    assert result.train_seconds < 1.0  # sleeps alone are 2 s
-    assert result.eval_seconds >= 0.2
-    seconds = [record["seconds"] for record in lines(folder)]
-    assert seconds == sorted(seconds) and seconds[-1] == result.train_seconds
+    result, folder = run_tiny(evaluations=3, steps=8, on_progress=lambda *_: passes(1000.0))
+    assert (result.train_seconds, result.eval_seconds) == (8.0, 101.0)
+    assert [record["seconds"] for record in lines(folder)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     assert result.step_time_low <= result.step_time_seconds <= result.step_time_high
     assert result.tokens_per_second == pytest.approx(4 * 15 / result.step_time_seconds)
     assert result.warm_steps == 4

@@ -14,6 +14,7 @@ from oracles.variations import only
 
 import headloom as hl
 from headloom.attention import build_from_config, make_config
+from headloom.ops.mixing import Mix
 
 
 def test_shape_and_type(spec):
@@ -169,6 +170,16 @@ def test_reset_heads_leaves_the_projections(spec):
             assert torch.equal(p, before[n]), f"{n} changed"
         elif p.numel() > 1 and p.dim() > 1:
             assert not torch.equal(p, before[n]), f"{n} was not initialised"
+
+
+def test_pictures_name_every_cell_of_weights_that_exist(lean):
+    attn = module_of(lean)
+    weights = attn.state_dict()
+    for picture in attn.pictures():
+        assert weights[picture.weight].numel() == len(picture.rows) * len(picture.columns), picture.weight
+        assert len(set(picture.rows)) == len(picture.rows) and len(set(picture.columns)) == len(picture.columns)
+    if any(isinstance(module, Mix) for module in attn.modules()):
+        assert attn.pictures()
 
 
 def test_no_decay_names_exist(spec):

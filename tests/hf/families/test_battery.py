@@ -63,9 +63,9 @@ def test_packed_documents_are_apart(base, name, encoder, near, layers):
     x = torch.randint(3, 37, (1, 13), generator=torch.Generator().manual_seed(2))
     places = torch.cat((torch.arange(6), torch.arange(7)))[None]
     documents = (torch.arange(13) >= 6).long()[None]
-    if name == "roberta":
-        places = places + 1  # its positions start behind the padding token's id
     model = base()
+    if name == "roberta":
+        places = places + 1 + model.config.pad_token_id  # its positions start behind the padding token's id
     rows = torch.cat((logits(model, x[:, :6]), logits(model, x[:, 6:])), 1)
     if not encoder:
         near(logits(model, x, position_ids=places), rows)

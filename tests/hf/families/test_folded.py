@@ -36,13 +36,13 @@ def test_one_pseudo_head(name, base, batch, near, slack, layers):
     assert report.relative <= 10 * slack
 
 
-def test_a_plain_graft_comes_off_again(base, plain, batch):
+def test_a_plain_graft_comes_off_again(base, plain, batch, near):
     model, original, ids = base(), base(), batch[0]
     hl.graft(model, plain[0])
     hl.fold(model)
     for key, value in original.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
-    assert torch.equal(model(ids).logits, original(ids).logits)
+    near(model(ids).logits.detach(), original(ids).logits.detach())
 
 
 def test_saved_and_loaded_by_the_familys_own_class(name, base, plain, batch, near, tmp_path):
