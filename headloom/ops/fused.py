@@ -230,7 +230,7 @@ def pieces_backward(
     grads = [x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in (q_BHTK, k_BGSK, v_BGSK)]
     if q_BHTK.dtype == wide:
         _add_pieces(grads, *tensors, lse_BHT, pieces, scale)
-        return tuple(grads)
+        return grads[0], grads[1], grads[2]
     G, heads = k_BGSK.shape[1], torch.get_num_threads()
     for b, first in itertools.product(range(q_BHTK.shape[0]), range(0, G, heads)):
         own = [p._replace(batch=0, batches=1) for p in pieces if p.batch <= b < p.batch + p.batches]
@@ -239,10 +239,11 @@ def pieces_backward(
             each = x.shape[1] // G
             return x[b : b + 1, first * each : (first + heads) * each]
 
-        found = pieces_backward(*(here(x).to(wide) for x in tensors), here(lse_BHT), own, scale)
+        grad, q, k, v, out = (here(x).to(wide) for x in tensors)
+        found = pieces_backward(grad, q, k, v, out, here(lse_BHT), own, scale)
         for total, part in zip(grads, found, strict=True):
             here(total).copy_(part)
-    return tuple(grads)
+    return grads[0], grads[1], grads[2]
 
 
 def _add_pieces(
