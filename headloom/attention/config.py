@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from headloom.attention.folding import Folding
 from headloom.core.config import Config
-from headloom.core.errors import HeadloomError
+from headloom.core.errors import HeadloomError, near
 
 #: sizes that belong to a base: field -> the bases that have it; with any other base they stay None
 BASE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -20,6 +20,14 @@ BASE_FIELDS: dict[str, tuple[str, ...]] = {
     "v_rank": ("tpa",),
     "kv_only": ("tpa",),
 }
+
+
+MODEL_NAMES = ("num_attention_heads", "num_key_value_heads")
+"""Sizes as the config of a whole transformers model names them."""
+
+
+class NoSuchField(HeadloomError, AttributeError):
+    """A name that a config does not have; `hasattr` and `getattr` with a default work as ever."""
 
 
 def need(condition: bool, message: str) -> None:
@@ -136,6 +144,19 @@ class AttentionConfig(Config):
         need(0 <= self.dropout < 1, f"dropout must be in [0, 1), not {self.dropout}")
         need(self.softcap is None or self.softcap > 0, f"softcap must be above 0 or None, not {self.softcap}")
         need(self.norm_eps > 0, f"norm_eps must be above 0, not {self.norm_eps}")
+
+    if not TYPE_CHECKING:  # a type checker would take every name for known
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            way_out = near(name, [field.name for field in dataclasses.fields(self)])
+            if name in MODEL_NAMES:
+                way_out = (
+                    " What computes heads of its own beside a transformers attention (PEFT's LLaMA-Adapter) cannot "
+                    "stand on Headloom's: adapt the projections (LoRA) or the prompt (prompt tuning)"
+                )
+            raise NoSuchField(f"{type(self).__name__} has no '{name}'.{way_out}")
 
     def _turned_width(self) -> tuple[str, int]:
         """The field that says how wide a key is that positions rotate, and its value."""

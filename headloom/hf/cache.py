@@ -32,6 +32,12 @@ DECODE_PACKED = (
 )
 
 
+FOREIGN = (
+    "the cache given holds {found} for layer {layer}, whose attention remembers {wanted}: keys and values made for the "
+    "original model (prefix tuning, a cache it filled) cannot be read. Choose options that remember these "
+    "(cache='base' where the mechanism has it), tune projections (LoRA) or prompts (prompt tuning), or start with an "
+    "empty cache"
+)
 UNWRITTEN = "the 4-D mask shows places of the cache that no token stands at: hide them"
 
 
@@ -216,20 +222,24 @@ class HFCache(Cache):
                     f"a state of constant size cannot be kept in a {type(layers[layer]).__name__} of a "
                     f"{type(self.cache).__name__}: leave cache_implementation at its default (dynamic)"
                 )
+            if self.tokens(layer):
+                held = f"the keys and values of {self.tokens(layer)} tokens"
+                raise HeadloomError(FOREIGN.format(layer=layer, found=held, wanted="a state of constant size"))
             layers[layer] = ConstantLayer()
         layers[layer].hold(state)
 
     def append(self, layer: int, new: Seen) -> Seen:
-        past = self._continue(layer, new)
-        keys, values = self.cache.update(*pack(new.slots), layer)
+        pair = pack(new.slots)
+        past = self._continue(layer, new, pair)
+        keys, values = self.cache.update(*pair, layer)
         S = past + new.positions_BS.shape[-1]
         # a static layer hands out its whole room, of which the unwritten end is cut off; the last S are the others'
         used = slice(None, S) if self.is_static(layer) else slice(keys.shape[2] - S, None)
         return self.seen(keys[:, :, used], values[:, :, used], new, past)
 
     def peek(self, layer: int, new: Seen) -> Seen:
-        past = self._continue(layer, new)
         keys, values = pack(new.slots)
+        past = self._continue(layer, new, (keys, values))
         if past:
             stored = self._stored(layer)
             if not isinstance(stored.keys, Tensor):
@@ -256,9 +266,12 @@ class HFCache(Cache):
         first = positions.gather(1, real[:, past:].argmax(1, keepdim=True))
         return first - real[:, :past].flip(1).cumsum(1).flip(1), positions
 
-    def _continue(self, layer: int, new: Seen) -> int:
-        """The cached tokens before this call, once it is sure that none of them is of another document."""
+    def _continue(self, layer: int, new: Seen, pair: tuple[Tensor, Tensor]) -> int:
+        """The cached tokens before this call, once it is sure that this attention remembered them (`pair` is how it
+        remembers the new ones) and that none of them is of another document."""
         past, documents = self.length(layer), new.documents_BS
+        if past:
+            self._check_own(layer, pair)
         if past and getattr(self.cache, PACKED, False) and not self.exact:
             raise HeadloomError(DECODE_PACKED)
         if documents is None or documents.shape[1] == 1 or torch.compiler.is_compiling():
@@ -268,6 +281,15 @@ class HFCache(Cache):
                 raise HeadloomError(DECODE_PACKED)
             setattr(self.cache, PACKED, True)
         return past
+
+    def _check_own(self, layer: int, pair: tuple[Tensor, Tensor]) -> None:
+        stored = self._stored(layer)
+        held = (getattr(stored, "keys", None), getattr(stored, "values", None))
+        found = [(x.shape[1], x.shape[3]) for x in held if isinstance(x, Tensor) and x.dim() == 4]
+        wanted = [(x.shape[1], x.shape[3]) for x in pair]
+        if len(found) == 2 and found != wanted:
+            told = (" and ".join(f"{n} heads of width {width}" for n, width in shapes) for shapes in (found, wanted))
+            raise HeadloomError(FOREIGN.format(layer=layer, found=next(told), wanted=next(told)))
 
     def nbytes(self) -> int:
         return sum(

@@ -137,7 +137,8 @@ def layer_specs(config: Any, family: Family) -> list[dict[str, Any] | None]:
     layers = graft["layers"]
     if len(layers) != count:
         raise HeadloomError(
-            f"the config describes {len(layers)} layers' attention, the {family.name} model has {count}"
+            f"the config describes {len(layers)} layers' attention, the {family.name} model has {count}: "
+            "give num_hidden_layers and the list of layers the same length"
         )
     for index, layer in enumerate(layers):
         if layer is not None and (not isinstance(layer, dict) or not isinstance(layer.get("mechanism"), str)):

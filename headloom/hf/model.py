@@ -229,6 +229,14 @@ class Graft:
         remembered = (list(attention.cache_slots().values()) for attention in self.grafted())
         return shape if all(sizes == [shape, shape] for sizes in remembered) else None
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: all of transformers' continuous batching begins here."""
+        raise HeadloomError(
+            "continuous batching (generate_batch, cache_implementation='paged') is not served by grafts: its pages "
+            "hold the keys and values of the family's own attention, for attention functions of its own. Call "
+            "generate(input_ids, attention_mask=...) on a batch of left-padded prompts"
+        )
+
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True

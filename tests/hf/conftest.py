@@ -1,5 +1,8 @@
 """Tiny models whose attention matters: large weights, every mix and convolution away from its initial value."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -149,6 +152,24 @@ def ids():
         return torch.randint(3, 37, (B, T), generator=torch.Generator().manual_seed(seed))
 
     return make
+
+
+@pytest.fixture
+def listed():
+    """listed(heading): of the table of docs/grafting.md that starts with this heading, what each name of its first
+    column (commas between them, explanations in brackets) has in the other columns."""
+
+    def read(heading):
+        page = (Path(__file__).parents[2] / "docs" / "grafting.md").read_text(encoding="utf-8")
+        rows = page.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
+        found = {}
+        for names, *others in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows):
+            for name in re.sub(r" \(.*?\)", "", names).split(", "):
+                assert name not in found, f"{name} stands twice"
+                found[name] = others
+        return found
+
+    return read
 
 
 class Counting:
