@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import resource
 import time
+from contextlib import contextmanager
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,20 +27,20 @@ def _collections_stay_short():
 
 @pytest.fixture
 def held_elsewhere():
-    """held_elsewhere(folder): another process writes the folder, until the test ends."""
+    """held_elsewhere(folder): another process writes the folder, until the test ends; `beside`: makes it."""
     context = multiprocessing.get_context("fork")
     holders = []
 
-    def hold(folder, ready):
-        from headloom.core.locks import locked
+    def hold(folder, beside, ready):
+        from headloom.core.locks import claimed, locked
 
-        with locked(folder):
+        with claimed(folder) if beside else locked(folder):
             ready.put(True)
             time.sleep(600)
 
-    def start(folder):
+    def start(folder, *, beside=False):
         ready = context.SimpleQueue()
-        holders.append(context.Process(target=hold, args=(folder, ready), daemon=True))
+        holders.append(context.Process(target=hold, args=(folder, beside, ready), daemon=True))
         holders[-1].start()
         assert ready.get()
 
@@ -46,6 +48,22 @@ def held_elsewhere():
     for holder in holders:
         holder.kill()
         holder.join()
+
+
+@pytest.fixture
+def small_files():
+    """with small_files(size): no file may grow beyond so many bytes, as if the disk were full."""
+
+    @contextmanager
+    def limited(size):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 @pytest.fixture(autouse=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 import typer
 
 from headloom.core.errors import HeadloomError, RunError
+from headloom.core.files import is_full
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +49,9 @@ def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         with _sigterm_interrupts() as terminated:
             try:
-                return command(*args, **kwargs)
+                found = command(*args, **kwargs)
+                sys.stdout.flush()  # here, where its errors are heard
+                return found
             except HeadloomError as error:
                 line = _in_options(" ".join(str(error).split()), command)
                 typer.echo(f"error: {line}", err=True)
@@ -56,6 +60,14 @@ def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
                 if terminated.is_set():
                     raise typer.Exit(TERMINATED) from None
                 raise
+            except Exception as error:
+                if not is_full(error):
+                    raise
+                why = " ".join(str(error).split())
+                typer.echo(f"error: nothing more can be written ({why}): free some space", err=True)
+                with suppress(OSError, ValueError):  # or Python would try once more when it ends
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(RUN_FAILED) from None
 
     return wrapped
 

@@ -19,8 +19,7 @@ def fold(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -
     from headloom import hf
     from headloom.hf import checkpoints
 
-    with only_json_on_stdout(as_json) as stdout:
-        checkpoints.new_folder(out)
+    with only_json_on_stdout(as_json) as stdout, checkpoints.place_for(out):
         checkpoint = checkpoints.load(model, dtype=dtype)
         report = hf.fold(checkpoint.model)
         checkpoints.save(checkpoint, out)

@@ -44,8 +44,7 @@ def graft(
     from headloom import hf
     from headloom.hf import checkpoints
 
-    with only_json_on_stdout(as_json) as stdout:
-        checkpoints.new_folder(out)
+    with only_json_on_stdout(as_json) as stdout, checkpoints.place_for(out):
         checkpoint = checkpoints.load(model, dtype=dtype)
         report = hf.graft(checkpoint.model, mechanism, layers=layers, allow_change=allow_change, **options)
         checkpoints.save(checkpoint, out)

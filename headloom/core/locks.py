@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from headloom.core.errors import HeadloomError
 
-LOCK = ".lock"  # a kill leaves this empty file behind; what counts is whether a process holds it
+LOCK = ".headloom-lock"  # a kill leaves this empty file behind; what counts is whether a process holds it
 
 
 @contextmanager
@@ -23,18 +23,15 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """
     if folder.exists() and not folder.is_dir():
         raise HeadloomError(f"'{folder}' is a file, not a folder: give a folder of its own")
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _not_writable(folder, error) from None
-        with held(folder / LOCK, what=folder, wait=wait):
-            yield
-    finally:
-        for place in made:
-            with contextlib.suppress(OSError):  # it is not empty
-                place.rmdir()
+    with _made(folder), held(folder / LOCK, what=folder, wait=wait):
+        yield
+
+
+@contextmanager
+def claimed(place: Path) -> Iterator[None]:
+    """Hold a place where a file or folder will be, by a lock beside it. Raises as `locked`."""
+    with _made(place.parent), held(place.with_name(f".{place.name}{LOCK}"), what=place):
+        yield
 
 
 @contextmanager
@@ -54,6 +51,22 @@ def held(file: Path, *, what: Path, wait: bool = False) -> Iterator[None]:
             with contextlib.suppress(OSError):  # Windows removes no open file
                 file.unlink()  # whoever opened it meanwhile sees that it is gone, and asks for a new one
         lock.release()
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """The folder, with those above it; the ones made here that are empty at the end are gone again."""
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _not_writable(folder, error) from None
+        yield
+    finally:
+        for place in made:
+            with contextlib.suppress(OSError):  # it is not empty
+                place.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

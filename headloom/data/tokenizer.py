@@ -19,7 +19,11 @@ from headloom.core.errors import HeadloomError, near
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 _SPECIALS = 2
 _SMALLEST = 256 + _SPECIALS
-_ALLOWED = f"'bytes', 'bpe:N' with N >= {_SMALLEST} (say bpe:4096), or a folder with a saved tokenizer"
+_ALLOWED = (
+    f"'bytes', 'bpe:N' with N >= {_SMALLEST} (say bpe:4096), a folder with a saved tokenizer, or 'owner/name' of one "
+    "on the Hugging Face hub"
+)
+_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def make_tokenizer(spec: str | Path = "bytes", train_texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
@@ -27,8 +31,8 @@ def make_tokenizer(spec: str | Path = "bytes", train_texts: Iterable[str] = ()) 
 
     Args:
         spec: "bytes" - the id of a byte is its value, 256 ends a text, 257 pads; "bpe:N" - a byte-level BPE of N
-            tokens in all, trained on `train_texts` (the same texts give the same tokenizer); or a folder with a
-            saved fast tokenizer. No code from it is run.
+            tokens in all, trained on `train_texts` (the same texts give the same tokenizer); a folder with a saved
+            fast tokenizer; or "owner/name" of one on the hub. No code from it is run.
         train_texts: the TRAINING texts; used by bpe only.
 
     In the first two a special token's spelling inside a text stays text, so every Unicode string comes back from its
@@ -50,6 +54,8 @@ def make_tokenizer(spec: str | Path = "bytes", train_texts: Iterable[str] = ()) 
     path = Path(text).expanduser()
     if path.is_dir():
         return _saved(path)
+    if _HUB.fullmatch(text):
+        return _saved(text)
     raise HeadloomError(f"unknown tokenizer '{text}'.{near(text, ['bytes', 'bpe:4096'])} Allowed: {_ALLOWED}.")
 
 
@@ -125,22 +131,29 @@ def _train_bpe(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def _saved(path: Path) -> PreTrainedTokenizerFast:
+def _saved(path: Path | str) -> PreTrainedTokenizerFast:
+    """From a folder, or by the hub's name."""
+    here = isinstance(path, Path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=here, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        if not here:
+            raise HeadloomError(
+                f"'{path}' is no folder here, and as a tokenizer of the Hugging Face hub it does not load ({reason}) "
+                f"Allowed: {_ALLOWED}."
+            ) from error
         raise HeadloomError(
             f"'{path}' holds no tokenizer that loads without its own code ({reason}) Allowed: {_ALLOWED}."
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise HeadloomError(
-            f"the tokenizer in '{path}' is a {type(tokenizer).__name__}, not a fast one (tokenizer.json). "
+            f"the tokenizer '{path}' is a {type(tokenizer).__name__}, not a fast one (tokenizer.json). "
             f"Allowed: {_ALLOWED}."
         )
     if tokenizer.eos_token_id is None:
         raise HeadloomError(
-            f"the tokenizer in '{path}' has no end-of-text token to separate documents with. "
+            f"the tokenizer '{path}' has no end-of-text token to separate documents with. "
             "Set its eos_token and save it again."
         )
     if tokenizer.pad_token_id is None:

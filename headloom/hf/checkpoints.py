@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 
 from headloom.core.errors import HeadloomError, near
+from headloom.core.files import whole_folder
+from headloom.core.locks import claimed
 from headloom.hf.config import MODEL_TYPE
 from headloom.hf.family import families, family_named
 
@@ -83,19 +84,22 @@ def new_folder(out: Path, *, besides: str | None = None) -> None:
         raise HeadloomError(f"'{out}' exists and is not empty: give a new folder, or remove this one")
 
 
-def save(checkpoint: Checkpoint, out: Path) -> None:
-    """Write model and tokenizer to a new folder; a folder of that name is whole or absent."""
+@contextlib.contextmanager
+def place_for(out: Path) -> Iterator[None]:
+    """Hold a new folder's place from before the work till it is saved. Raises HeadloomError where something is there
+    already, or another process is making it."""
     new_folder(out)
-    partial = out.with_name(out.name + ".partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        with _quiet():
-            checkpoint.model.save_pretrained(partial)
-            if checkpoint.tokenizer is not None:
-                checkpoint.tokenizer.save_pretrained(partial)
-        partial.replace(out)
-    except OSError as error:
-        raise HeadloomError(f"'{out}' cannot be written ({error.strerror or error}): give another folder") from None
+    with claimed(out):
+        yield
+
+
+def save(checkpoint: Checkpoint, out: Path) -> None:
+    """Write model and tokenizer to a new folder; a folder of that name is whole or absent. Raises HeadloomError."""
+    new_folder(out)
+    with whole_folder(out) as partial, _quiet():
+        checkpoint.model.save_pretrained(partial)
+        if checkpoint.tokenizer is not None:
+            checkpoint.tokenizer.save_pretrained(partial)
 
 
 def is_graft(source: str | Path) -> bool:

@@ -17,7 +17,7 @@ from headloom.lab.plan import Plan, make_plan
 from headloom.lab.progress import Progress
 from headloom.lab.resolve import resolve
 from headloom.lab.runner import Comparison, Interrupted, Runner
-from headloom.lab.sizes import Size
+from headloom.lab.sizes import Size, get_size
 from headloom.lab.spec import StudySpec, identity
 from headloom.lab.study import Budget, Engine, Study
 from headloom.lab.variants import Variant, parse_variants
@@ -36,6 +36,10 @@ def compare(
     *,
     settings: Sequence[str] = (),
     size: str = "tiny",
+    layers: int | None = None,
+    width: int | None = None,
+    heads: int | None = None,
+    config: str | Path | None = None,
     steps: int | None = None,
     seeds: int = 3,
     data: str | Path = "stdlib",
@@ -46,6 +50,10 @@ def compare(
     learning_rate: float | None = None,
     evaluations: int = EVALUATIONS,
     threads: int | None = None,
+    device: str = "auto",
+    dtype: str = "float32",
+    compile: bool = False,
+    track: str | None = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
     report: bool = True,
@@ -57,11 +65,16 @@ def compare(
         variants: "mha,iha:pseudo_heads=2" or a list of such texts; None: the four of defaults.toml.
         settings: ["iha.pseudo_heads=4"]: options for every variant of that name.
         size: a name of `headloom.lab.sizes`; the reference keeps its feed-forward width, the others' is turned.
+        layers, width, heads: of the model; None: the size's, or those of `config`, a Hugging Face config (a folder, or
+            its JSON) from which norms and rotary are taken too.
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
         seeds: how many seeds; from two on there are intervals.
         evaluations: validations along every run, besides the one at its end (0: none).
         data, text_column, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
         threads: processor threads of a run; None: all this process may use.
+        device: "auto" (CUDA where there is one), "cpu" or "cuda".
+        dtype: "float32", or "bfloat16" (autocast over float32 weights). compile: models by torch.compile (inductor).
+        track: "tensorboard", "trackio" or "wandb" (offline).
         out: the study's folder; runs that it holds already and that are asked for again are used again. None:
             headloom-compare here, or the first free number after it.
         progress: is told what happens. report: also write report.html and figures/.
@@ -95,6 +108,12 @@ def compare(
             learning_rate=learning_rate,
             evaluations=evaluations,
             engine=engine,
+            track=track,
+            backbone={"layers": layers, "width": width, "heads": heads},
+            config=None if config is None else str(config),
+            device=device,
+            dtype=dtype,
+            compile="inductor" if compile else None,
         )
         spec = resolve(study, kind="compare", variants=parsed)
         return _run(study, spec, compare_command(spec), out, "headloom-compare", progress, report)
@@ -174,12 +193,17 @@ def comparison_study(
     learning_rate: float | None = None,
     evaluations: int = EVALUATIONS,
     engine: str = "local",
+    track: str | None = None,
+    **same: Any,
 ) -> Study:
-    """A comparison as a study: equal parameters by the feed-forward width, equal steps, one learning rate."""
+    """A comparison as a study: equal parameters by the feed-forward width, equal steps, one learning rate.
+
+    same: other keys of a study, as they are.
+    """
     if type(seeds) is not int or not 1 <= seeds <= 1000:
         raise HeadloomError(f"seeds must be a number of seeds from 1 to 1000, not {seeds!r}")
     try:
-        place = Engine(name=engine)  # type: ignore[arg-type]
+        place = Engine(name=engine, track=track)  # type: ignore[arg-type]
     except ValueError:
         raise HeadloomError(f"engine must be local or inline, not '{engine}'") from None
     written: dict[str, Any] = {
@@ -199,33 +223,41 @@ def comparison_study(
         "learning_rates": None if learning_rate is None else (learning_rate,),
         "evaluations": evaluations,
         "engine": place,
+        **same,
     }
     try:
         return Study(**written)
     except HeadloomError as error:  # the study's keys are this function's arguments, but for this one
         line = str(error).removeprefix("study: ").replace("learning_rates.0:", "learning_rate:")
+        line = line.removeprefix("backbone.")
         raise HeadloomError(line) from None
 
 
 def compare_command(spec: StudySpec) -> str:
     """The command line that makes a comparison, with nothing left to a default."""
-    shape, rate = spec.variants[0].shape, spec.learning_rates[0]
+    shape, rate, size = spec.variants[0].shape, spec.learning_rates[0], get_size(spec.size)
+    own = {"layers": shape.num_layers, "width": shape.hidden_size, "heads": shape.num_heads}
+    usual = {"layers": size.num_layers, "width": size.hidden_size, "heads": size.num_heads}
     arguments = {
         "--variants": ",".join(Variant(variant.mechanism, variant.options).text for variant in spec.variants),
         "--size": spec.size,
+        **({} if spec.config is None else {"--config": spec.config}),
+        **{f"--{name}": value for name, value in own.items() if value != usual[name] or spec.config is not None},
         "--steps": shape.steps,
         "--seeds": len(spec.seeds),
         "--data": spec.data,
+        **({} if spec.text_column is None else {"--text-column": spec.text_column}),
         "--tokenizer": spec.tokenizer,
         "--tokens": shape.tokens,
         "--batch-size": shape.batch_size,
         "--learning-rate": f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate),
         "--evaluations": spec.evaluations,
         "--threads": spec.threads,
-        **({} if spec.text_column is None else {"--text-column": spec.text_column}),
+        **({} if spec.device is None else {"--device": spec.device}),
+        **({} if spec.dtype == "float32" else {"--dtype": spec.dtype}),
     }
     words = [word for name, value in arguments.items() for word in (name, str(value))]
-    return shlex.join(["headloom", "compare", *words])
+    return shlex.join(["headloom", "compare", *words, *(["--compile"] if spec.compile else [])])
 
 
 def _notes(plan: Plan) -> list[str]:

@@ -58,6 +58,8 @@ def shared(spec: StudySpec, shape: Shape) -> dict[str, Any]:
         "num_heads": shape.num_heads,
         "head_dim": shape.head_dim,
         "rope_theta": spec.rope_theta,
+        **({} if spec.rope_scaling is None else {"rope_scaling": spec.rope_scaling}),
+        "norm_eps": spec.norm_eps,
     }
 
 
@@ -107,6 +109,9 @@ def run_config(
         specs=specs[:1] if all(layer == specs[0] for layer in specs) else specs,
         tie_embeddings=spec.tie_embeddings,
         rope_theta=variant.options.get("rope_theta", spec.rope_theta),
+        rope_scaling=spec.rope_scaling,
+        norm_eps=spec.norm_eps,
+        device=spec.device,
         learning_rate=spec.learning_rates[0] if learning_rate is None else learning_rate,
         warmup_steps=shape.warmup_steps,
         seed=seed,

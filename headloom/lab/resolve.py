@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -29,7 +30,8 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
     size = get_size(study.size)
     seeds = _seeds(study)
     entries = [Entry(use=v.text) for v in variants] if variants is not None else list(study.variants)
-    made, reference = _variants(study, size, entries, variants)
+    backbone = _backbone(study.config)
+    made, reference = _variants(study, size, entries, variants, backbone)
     rates = study.learning_rates or (size.learning_rate,)
     whole = study.validation_bytes or size.validation_bytes
     shortest = min(variant.shape.tokens_trained for variant in made if variant.against is None)
@@ -53,8 +55,11 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
                 for budget in study.budgets
             ),
             axes=study.axes,
-            tie_embeddings=size.tie_embeddings,
-            rope_theta=size.rope_theta,
+            tie_embeddings=backbone.get("tie_embeddings", size.tie_embeddings),
+            rope_theta=backbone.get("rope_theta", size.rope_theta),
+            rope_scaling=backbone.get("rope_scaling"),
+            norm_eps=backbone.get("norm_eps", 1e-6),
+            config=study.config,
             seeds=seeds,
             grid_seeds=min(study.grid_seeds or len(seeds), len(seeds)),
             learning_rates=tuple(sorted(rates)),
@@ -67,6 +72,7 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
             evaluation_bytes=min(whole, evaluation_bytes(shortest, study.evaluations)),
             selection_bytes=(study.selection_bytes or size.validation_bytes) if len(rates) > 1 else None,
             threads=study.threads or cores(),
+            device=None if study.device == "auto" else study.device,
             dtype=study.dtype,
             compile=study.compile,
             checkpoint_activations=study.checkpoint_activations,
@@ -79,6 +85,14 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
         raise HeadloomError("extend_grid goes on beyond a grid, and there is one rate: give two learning_rates or more")
     check_budgets(spec)
     return spec
+
+
+def _backbone(config: str | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    from headloom.hf.backbone import read_backbone
+
+    return read_backbone(config)
 
 
 def cores() -> int:
@@ -104,7 +118,11 @@ def _seeds(study: Study) -> tuple[int, ...]:
 
 
 def _variants(
-    study: Study, size: Size, entries: Sequence[Entry], parsed: Sequence[Variant] | None
+    study: Study,
+    size: Size,
+    entries: Sequence[Entry],
+    parsed: Sequence[Variant] | None,
+    config: Mapping[str, Any],
 ) -> tuple[list[VariantSpec], str]:
     """Every entry, swept, in every group; and the label of the (first) reference."""
     options = {name: parse_options(name, given.items()) for name, given in study.options.items()}
@@ -143,7 +161,7 @@ def _variants(
                     defaulted=variant.defaulted,
                     against=None if against is None else against + suffix,
                     group=suffix,
-                    shape=shape_of(study, size, both, name),
+                    shape=shape_of(study, size, both, name, config),
                     settings=dict(both),
                     knobs=dict(entry.knob),
                 )
@@ -196,14 +214,32 @@ def _declared(study: Study, label: str, settings: Mapping[str, int]) -> None:
             )
 
 
-def shape_of(study: Study, size: Size, settings: Mapping[str, int], label: str) -> Shape:
-    """The size's shape with the study's backbone and a variant's own settings over it.
+# the fields of a config, as a study calls them
+_OF_CONFIG = {
+    "num_layers": "layers",
+    "hidden_size": "width",
+    "num_heads": "heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "F",
+}
+
+
+def shape_of(
+    study: Study, size: Size, settings: Mapping[str, int], label: str, config: Mapping[str, Any] | None = None
+) -> Shape:
+    """The size's shape, with a Hugging Face config's, the study's backbone and a variant's own settings over it.
 
     Another width takes its gated feed-forward with it, and another number of heads or width the width of a head, unless
     they are given too.
     """
     backbone = {name: value for name, value in study.backbone.model_dump().items() if value is not None}
     given = {**backbone, **settings}
+    base = {name: config[field] for field, name in _OF_CONFIG.items()} if config else {}
+    if any(given.get(name, base.get(name)) != base.get(name) for name in ("width", "heads")):
+        base.pop("head_dim", None)  # it follows
+    if given.get("width", base.get("width")) != base.get("width"):
+        base.pop("F", None)
+    given = {**base, **given}
     width, heads = given.get("width", size.hidden_size), given.get("heads", size.num_heads)
     if "head_dim" not in given and width % heads:
         raise HeadloomError(f"{label}: {heads} heads do not divide the width {width}: give head_dim, or other heads")

@@ -15,15 +15,13 @@ again.
 from __future__ import annotations
 
 import datetime
-import errno
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headloom.core.errors import RunError
-from headloom.core.files import read_json, write_json, write_text
+from headloom.core.files import read_json, saying_when_full, write_json, write_text
 from headloom.core.locks import locked
 from headloom.lab.budget import Match
 from headloom.lab.engines import Engine, Listener, open_engine
@@ -92,19 +90,12 @@ class Runner(Listener):
         ]
         away = foreign(names, same_process=self.study.engine.name == "inline")
         bundle = Bundle(self.plan.data, self.plan.selection, self.plan.tokenizer, away)
-        try:
-            with (
-                locked(self.folder),
-                open_engine(self.study.engine, bundle, threads=self.spec.threads) as engine,
-            ):
-                return self._run(engine)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise RunError(
-                f"the disk that holds '{self.folder}' is full: what was finished is kept and whole; free some space, "
-                "and give the same command again"
-            ) from None
+        with (
+            locked(self.folder),
+            saying_when_full(self.folder),
+            open_engine(self.study.engine, bundle, threads=self.spec.threads) as engine,
+        ):
+            return self._run(engine)
 
     def _run(self, engine: Engine) -> Comparison:
         before = read_json(self.folder / "study.json") or {}

@@ -103,7 +103,10 @@ class BudgetSpec(_Strict):
 
 
 class StudySpec(_Strict):
-    """A study: variants, what is equal among them, and how often and how they are trained."""
+    """A study: variants, what is equal among them, and how often and how they are trained.
+
+    config: the Hugging Face config that sizes, norms and rotary were read from. device: None: CUDA where there is one.
+    """
 
     kind: Literal["compare", "study"]
     name: str
@@ -116,6 +119,9 @@ class StudySpec(_Strict):
     axes: tuple[Axis, ...]
     tie_embeddings: bool
     rope_theta: float = Field(gt=0)
+    rope_scaling: dict[str, Any] | None = None
+    norm_eps: float = Field(default=1e-6, gt=0)
+    config: str | None = None
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(min_length=1)
     grid_seeds: Count
     learning_rates: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(min_length=1)
@@ -128,6 +134,7 @@ class StudySpec(_Strict):
     evaluation_bytes: Count
     selection_bytes: Count | None
     threads: Count
+    device: Literal["cpu", "cuda"] | None = None
     dtype: Literal["float32", "bfloat16"]
     compile: Literal["inductor", "aot_eager"] | None
     checkpoint_activations: bool

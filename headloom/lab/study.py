@@ -112,6 +112,8 @@ class Engine(_Written):
 class Study(_Written):
     """A study. Values left out are the size's.
 
+    config: a Hugging Face config (a folder, or its JSON) whose sizes, norms and rotary stand over the size's, and
+    `backbone` over both. device: where runs train; auto: CUDA where there is one.
     text_column: of tables and data sets, the column that holds the text (None: "text"). options: mechanism ->
     options for every variant of it. axes: what variants may be set apart in besides the mechanism and the knobs.
     groups: settings of axes; every variant is run in each and compared within it. reference: the label the others
@@ -128,6 +130,7 @@ class Study(_Written):
     title: Annotated[str, Strict()] = ""
     question: Annotated[str, Strict()] = ""
     size: Text = "tiny"
+    config: Text | None = None
     backbone: Backbone = Backbone()
     data: Text = "stdlib"
     text_column: Text | None = None
@@ -150,6 +153,7 @@ class Study(_Written):
     evaluations: Annotated[int, Strict(), Field(ge=0, le=1000)] = EVALUATIONS
     selection_bytes: Int | None = None
     threads: Int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     compile: Literal["inductor", "aot_eager"] | None = None
     checkpoint_activations: Flag = False

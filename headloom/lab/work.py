@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import importlib.util
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headloom.core.errors import HeadloomError, RunError
+from headloom.core.files import is_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -124,7 +124,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, HeadloomError):
         return str(error)
     text = " ".join(str(error).split())[:300]
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if is_full(error):
         return f"the disk is full ({text}): free some space, and give the same command again"
     if isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text.lower():
         return f"out of memory ({type(error).__name__}: {text or 'no details'}): give a smaller batch_size or size"

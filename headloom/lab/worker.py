@@ -17,7 +17,7 @@ import os
 import pickle
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,8 +81,9 @@ def _child(job: Any, bundle: Any, channel: IO[str]) -> None:
 
         traceback.print_exc()
     finally:
-        hold.close()
-        sys.stderr.flush()
+        with suppress(OSError):  # on a full disk; whatever happens, this process ends here
+            hold.close()
+            sys.stderr.flush()
         os._exit(status)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headloom.core.files import write_json, write_text
+from headloom.core.files import write_bytes, write_json, write_text
 
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -102,7 +103,10 @@ def write(result: Mapping[str, Any], folder: Path) -> list[Path]:
         chart = figure(kind, rows)
         for ending, options in (("svg", {}), ("png", {"scale_factor": 2})):
             paths.append(folder / f"{kind}.{ending}")
-            chart.save(str(paths[-1]), **options)
+            drawn = io.BytesIO() if ending == "png" else io.StringIO()
+            chart.save(drawn, format=ending, **options)
+            content = drawn.getvalue()
+            write_bytes(paths[-1], content if isinstance(content, bytes) else content.encode())
     return paths
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from headloom import hf
 from headloom.core.errors import HeadloomError
-from headloom.core.files import write_json
+from headloom.core.files import saying_when_full, write_json
 from headloom.core.locks import LOCK, locked
 from headloom.data import Corpus, TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
@@ -98,7 +98,7 @@ def finetune(
     data = prepare(corpus, tokenizer, context=first.tokens, validation_bytes=validation_bytes)
     asked = {"fingerprint": data.fingerprint, "runs": [config.to_dict() for config in configs.values()]}
     _check(out, asked)
-    with locked(out):
+    with locked(out), saying_when_full(out):
         done = {key for key, run in configs.items() if _finished(_folder(out, *key), resolve(run, data, tokenizer))}
         if progress:
             for note in data.notes:

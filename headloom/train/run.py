@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ from transformers.utils import logging
 
 from headloom import hf
 from headloom.core.errors import HeadloomError, RunError
-from headloom.core.files import write_json
+from headloom.core.files import DiskFull, is_full, saying_when_full, whole_folder, write_json
 from headloom.core.locks import locked
 from headloom.data.packing import TokenData, TokenStream, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
@@ -139,11 +140,12 @@ def train(
     Raises:
         HeadloomError: the call is wrong, or another process is writing the folder; nothing was started.
         RunError: loss or gradient is not finite; the folder then holds failure.json and all metrics up to that step.
+        DiskFull: nothing more can be written; what is complete is kept, and the same call goes on from it.
     """
     folder, run = Path(folder), resolve(run, data, tokenizer)
     tracking.check(track, folder)
     writes = writes_records()
-    with locked(folder) if writes else nullcontext(), isolated(run):
+    with locked(folder) if writes else nullcontext(), saying_when_full(folder), isolated(run):
         model = make_model(run, tokenizer)
         shown = pictures(model)
         before_training = values(model, shown)  # of a run that goes on too: its checkpoint is read later
@@ -193,8 +195,12 @@ def train(
                 recorder.tell = trainer.log if track else None
                 trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         except RunError as error:
-            if writes:
+            if writes and not isinstance(error, DiskFull):
                 _fail(folder, run, len(recorder.step_seconds), error)
+            raise
+        except Exception as error:
+            if writes and is_full(error):
+                checkpoints.remove_incomplete(folder)  # the one that did not fit
             raise
         finally:
             if metrics is not None:
@@ -301,8 +307,10 @@ def _save(
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # the caller has on_progress
     try:
-        model.save_pretrained(folder, state_dict=dict(weights))  # which it empties
-        tokenizer.save_pretrained(folder)
+        with whole_folder(folder, "the run goes on from its last checkpoint, or begins again") as partial:
+            model.save_pretrained(partial, state_dict=dict(weights))  # which it empties
+            tokenizer.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)  # what this run left before
     finally:
         if shown:
             logging.enable_progress_bar()

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import headloom as hl
+from headloom.core.locks import LOCK
 from headloom.data import load_corpus, make_tokenizer, prepare
 from headloom.evaluate.bits import bits_per_byte
 
@@ -184,9 +185,9 @@ def test_two_at_once_are_refused_and_a_killed_one_blocks_nobody(tune, held_elsew
     held_elsewhere(tmp_path / "out")
     done = tune(tmp_path / "out", *IHA)
     assert done.exit_code == 2 and "another process is writing" in done.stderr and "Traceback" not in done.output
-    assert [entry.name for entry in (tmp_path / "out").iterdir()] == [".lock"]
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == [LOCK]
     (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / ".lock").touch()
+    (tmp_path / "killed" / LOCK).touch()
     done = tune(tmp_path / "killed", *IHA, "--only-grafted")
     assert done.exit_code == 0, done.output
 

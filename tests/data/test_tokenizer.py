@@ -139,3 +139,22 @@ def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path / "endless")
     with pytest.raises(HeadloomError, match="no end-of-text token"):
         make_tokenizer(tmp_path / "endless")
+
+
+def test_a_name_on_the_hub_is_asked_there_and_a_folder_is_not(monkeypatch, tmp_path):
+    from headloom.data import tokenizer as place
+
+    asked = []
+
+    def from_pretrained(name, *, local_files_only, trust_remote_code):
+        asked.append((name, local_files_only, trust_remote_code))
+        raise OSError("nobody answers")
+
+    monkeypatch.setattr(place.AutoTokenizer, "from_pretrained", from_pretrained)
+    with pytest.raises(
+        HeadloomError, match=r"'some/one' is no folder here, .* hub it does not load \(nobody answers\)"
+    ):
+        make_tokenizer("some/one")
+    with pytest.raises(HeadloomError, match="holds no tokenizer that loads without its own code"):
+        make_tokenizer(tmp_path)
+    assert asked == [("some/one", False, False), (str(tmp_path), True, False)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headloom.attention import Attention
-from headloom.core.files import write_json
+from headloom.core.files import DiskFull, write_json
 from headloom.ops.mixing import Mix
 from headloom.train import checkpoints
 from headloom.train.records import read_metrics
@@ -103,6 +103,22 @@ def test_a_checkpoint_whose_records_are_lost_is_not_used(data, tokenizer, make_c
     seen = []
     train(run, data, tokenizer, folder, lambda step, *_: seen.append(step))
     assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_checkpoint_that_does_not_fit_is_gone_and_the_one_before_is_used(
+    data, tokenizer, make_config, tmp_path, small_files
+):
+    run, folder, undisturbed = make_config(), tmp_path / "full", tmp_path / "whole"
+    with pytest.raises(Cut):
+        train(run, data, tokenizer, folder, cut_at(3), checkpoint_seconds=0)
+    before = [path.name for path in (folder / "checkpoints").iterdir()]
+    with small_files(6000), pytest.raises(DiskFull, match="what was finished is kept and whole; free some space"):
+        train(run, data, tokenizer, folder, checkpoint_seconds=0)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == before == ["step-2"]
+    assert not (folder / "failure.json").exists()
+    train(run, data, tokenizer, folder)
+    train(run, data, tokenizer, undisturbed, checkpoint_seconds=None)
+    assert numbers(folder) == numbers(undisturbed)
 
 
 def test_seconds_go_on_from_the_checkpoint(data, tokenizer, make_config, tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 import headloom
 from headloom.core.errors import HeadloomError, RunError
+from headloom.core.locks import LOCK
 from headloom.train import RunConfig, RunResult
 from headloom.train.records import machine, open_folder, ran_on, read_metrics, versions
 from headloom.train.run import build, resolve, train
@@ -138,7 +139,7 @@ def test_a_folder_that_another_process_writes_is_refused(run_tiny, held_elsewher
     held_elsewhere(tmp_path / "run0")
     with pytest.raises(HeadloomError, match=r"another process is writing .*: wait for it, or choose another --out"):
         run_tiny()
-    assert [entry.name for entry in (tmp_path / "run0").iterdir()] == [".lock"]
+    assert [entry.name for entry in (tmp_path / "run0").iterdir()] == [LOCK]
 
 
 def test_the_record_names_no_host_and_no_path():

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import headloom
 from headloom.core.errors import HeadloomError
+from headloom.core.files import saying_when_full
 from headloom.core.waiting import wait_briefly
 from headloom.lab.engines.base import Engine, Listener
 from headloom.lab.work import Bundle, Job
@@ -44,8 +45,9 @@ class Local(Engine):
             )
         # a file without a name: whatever kills this process, nothing is left behind
         self._file = tempfile.TemporaryFile(prefix="headloom-")
-        pickle.dump(self._bundle, self._file, protocol=5)
-        self._file.flush()
+        with saying_when_full(Path(tempfile.gettempdir()), "no run was started"):
+            pickle.dump(self._bundle, self._file, protocol=5)
+            self._file.flush()
         return self
 
     def __exit__(
