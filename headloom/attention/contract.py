@@ -315,6 +315,11 @@ class Attention(nn.Module):
             return x_BHTK
         return rotate(x_BHTK, self.tables(positions_BT, x_BHTK, length))
 
+    @property
+    def turns_late(self) -> bool:
+        """Whether keys are remembered unrotated: reading them then needs the positions of cached tokens."""
+        return self.rotary is not None and self.rotary.length_dependent
+
     def turn_early(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
         """Rotate the base's slot before remembering, unless the frequencies change as the sequence grows."""
         if self.rotary is None or self.rotary.length_dependent:

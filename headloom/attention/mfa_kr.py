@@ -100,6 +100,10 @@ class MFAKR(Attention):
     def write(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
         return slots  # unrotated: the value is made from the key before rotation
 
+    @property
+    def turns_late(self) -> bool:
+        return self.rotary is not None
+
     def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
         k = seen.slots["k"]
         return self.turn(k, seen.positions_BS, length), k if self._linear else self.value(k)

@@ -194,8 +194,11 @@ class SAS(Attention):
         if self.config.cache == "base":  # unrotated: simulation does not commute with rotation
             return slots
         k, v = self._simulated(slots)
-        late = self.rotary is not None and self.rotary.length_dependent
-        return {"k": k if late else self.turn(k, positions_BT, None), "v": v}
+        return {"k": k if self.turns_late else self.turn(k, positions_BT, None), "v": v}
+
+    @property
+    def turns_late(self) -> bool:
+        return super().turns_late or (self.rotary is not None and self.config.cache == "base")
 
     def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
         base = self.config.cache == "base"

@@ -19,7 +19,13 @@ from headloom.hf.masks import alone, is_all
 from headloom.hf.room import view_of
 from headloom.hf.rope import FamilyRotary
 from headloom.hf.share import weights_at_hand
-from headloom.ops.masks import Window
+from headloom.ops.masks import Window, refuse
+
+PLACES_UNKNOWN = (
+    "the 4-D mask shows its queries different cached tokens (branches of a tree), and this layer rotates cached keys "
+    "when it reads them: a transformers cache holds no positions to do so. Choose options that remember rotated keys "
+    "(cache='expanded', no rotary scaling that changes with length), or crop the cache to one branch"
+)
 
 
 class GraftedAttention:
@@ -54,6 +60,8 @@ class GraftedAttention:
         mask = alone(attention_mask, T, exact) if view is None else view.arriving(attention_mask, layer, T, exact=exact)
         if exact and mask_is_all is None and self.own_window is not None and mask is not None:
             mask = mask & Window(self.own_window)
+        if exact and view is not None and self.turns_late:  # type: ignore[attr-defined]
+            refuse(view.apart, PLACES_UNKNOWN)
         offloaded = any(p.is_meta for p in self.parameters()) and not hidden_states.is_meta  # type: ignore[attr-defined]
         with weights_at_hand(self) if offloaded else contextlib.nullcontext():  # type: ignore[arg-type]
             out = super().forward(  # type: ignore[misc]

@@ -145,6 +145,7 @@ class HFCache(Cache):
         self.cache = cache
         self.exact = False
         self.real: Tensor | None = None  # of the tokens looked at (1 or B, S): those that are no padding
+        self.apart: Tensor | bool = False  # a caller's mask shows its queries different cached tokens
 
     def _stored(self, layer: int) -> Any:
         layers = self.cache.layers
@@ -187,6 +188,8 @@ class HFCache(Cache):
             if isinstance(part, Dense):  # padding is what no query sees
                 seen = part.values.any(1)
                 self.real = seen if self.real is None else self.real & seen
+                cached = part.values[..., : part.values.shape[2] - part.values.shape[1]]
+                self.apart = (cached != cached[:, :1]).any() if exact else False
         return mask
 
     def _columns(self, layer: int, T: int, start: int, S: int, visible: Tensor) -> Tensor:

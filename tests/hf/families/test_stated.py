@@ -133,6 +133,31 @@ def test_a_tree_of_drafts_after_a_cache(base, encoder, near, spec, layers, stati
     near(run(model, mask), want, 1e-6)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"], indirect=True)
+def test_branches_in_a_cache(base, name, near):
+    """Level by level: two children of a prefix of five, then a child of each, which see different cached tokens. Keys
+    remembered rotated serve them; those that are rotated on reading cannot."""
+    original, x = base(), ids(1, 9)
+    family_tree = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]])
+    levels = torch.cat((torch.ones(4, 5), family_tree), 1).bool()[None, None]
+
+    def run(model):
+        with torch.no_grad():
+            cache, outs = model(x[:, :5], use_cache=True).cache, []
+            for start in (5, 7):
+                call = {"attention_mask": floats(levels[:, :, start - 5 : start - 3, : start + 2]), "cache": cache}
+                call["position_ids"] = torch.full((1, 2), 5 if start == 5 else 6)
+                outs.append(model(x[:, start : start + 2], **call).logits)
+        return torch.cat(outs, 1)
+
+    near(run(grafted(original, "iha", None)), run(original))
+    if name == "gpt2":  # no rotary
+        near(run(grafted(original, "sas", None)), run(original))
+        return
+    with pytest.raises(HeadloomError, match="rotates cached keys when it reads them"):
+        run(grafted(original, "sas", None))
+
+
 def test_masks_over_other_keys_are_refused(base, encoder):
     if encoder:
         return
