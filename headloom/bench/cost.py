@@ -110,8 +110,8 @@ class Cost:
 
     def __repr__(self) -> str:
         return (
-            f"Cost({self.mechanism}, {self.tokens:,} tokens: {self.parameters:,} parameters, {self.flops_exact:,} forward "
-            f"FLOPs of visible pairs, {self.cache_bytes_per_token:,} cache bytes a token)"
+            f"Cost({self.mechanism}, {self.tokens:,} tokens: {self.parameters:,} parameters, {self.flops_exact:,} "
+            f"forward FLOPs of visible pairs, {self.cache_bytes_per_token:,} cache bytes a token)"
         )
 
     def to_dict(self) -> dict[str, Any]:
