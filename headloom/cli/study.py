@@ -46,6 +46,12 @@ def run(
         str | None, typer.Option(help="Address of the Ray cluster. Default: one on this machine.")
     ] = None,
     track: Annotated[str | None, typer.Option(help="tensorboard, trackio, or wandb (offline).")] = None,
+    evaluations: Annotated[
+        int | None,
+        typer.Option(
+            help="Validations along every run besides the one at its end; 0: none. Default: the study's, or 10."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run a study, or what is left of it: the same command over the same folder goes on where it was stopped."""
@@ -53,7 +59,7 @@ def run(
     from headloom.lab.progress import Bar
     from headloom.lab.study import Study
 
-    given = {"engine.name": engine, "engine.address": address, "engine.track": track}
+    given = {"engine.name": engine, "engine.address": address, "engine.track": track, "evaluations": evaluations}
     settings = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
     with only_json_on_stdout(as_json) as stdout:
         written = Study.from_yaml(study, size=size, settings=settings)

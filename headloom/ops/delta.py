@@ -166,7 +166,7 @@ def delta_backward(grad, k, v, beta, u, out, lse, documents, pairs, rule, scale)
         if block.start > block.low:
             before = slice(block.low, block.start)
             grads = fused.rectangle_backward(
-                above.to(dtype), k[:, :, here], k[:, :, before], u[:, :, before], read.to(dtype), lse[:, :, rows],
+                above, k[:, :, here], k[:, :, before], u[:, :, before], read, lse[:, :, rows],
                 False, block.bias, scale,
             )  # fmt: skip
             dk[:, :, here] += grads[0]

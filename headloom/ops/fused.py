@@ -8,6 +8,7 @@ final ones, and gradients simply add up.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ from headloom.ops.pieces import BAND, CAUSAL, Piece
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-CHUNK = 1 << 21  # elements of the keys met at once: gradients are added up while they are in a processor's cache
+RESULTS = 1 << 19  # elements of one call and thread, so that little is held beside the result; more calls cost time
+GRADIENTS = 1 << 17  # the gradients of one call, which are then added to the others'
+TILE = 512, 512  # rows and columns of a rectangle that a backward does at once, for the same reason
 SMALL = 16  # rows and columns up to which a rectangle is done by plain products: a kernel's set-up would dominate
 
 
@@ -65,37 +68,46 @@ def rectangle_backward(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v through one rectangle whose rows' final output and log-sum-exp are given."""
-    if not _direct(q_BHTK, k_BGSK):
-        return _BACKWARD(grad_BHTK, q_BHTK, k_BGSK, v_BGSK, out_BHTK, lse_BHT, 0.0, causal, attn_mask=bias, scale=scale)
-    weights, _, wide = _weights(q_BHTK, k_BGSK, lse_BHT, causal, bias, scale)
-    B, H, T, K = q_BHTK.shape
-    G = k_BGSK.shape[1]
-    grad = grad_BHTK.to(wide).reshape(B, G, H // G, T, K)
-    out = out_BHTK.to(wide).reshape(B, G, H // G, T, K)
-    k, v = k_BGSK.to(wide).unsqueeze(2), v_BGSK.to(wide).unsqueeze(2)
-    q = q_BHTK.to(wide).reshape(B, G, H // G, T, K)
+    """Gradients of q, k, v through one rectangle whose rows' final output and log-sum-exp are given.
+
+    In float32 at least: the fused kernel adds up the gradients of keys over queries and heads in the type it is given.
+    """
+    wide = torch.promote_types(q_BHTK.dtype, torch.float32)
+    grad, q, k, v, out = (x.to(wide) for x in (grad_BHTK, q_BHTK, k_BGSK, v_BGSK, out_BHTK))
+    if not _direct(q, k):
+        bias = None if bias is None else bias.to(wide)
+        return _BACKWARD(grad, q, k, v, out, lse_BHT, 0.0, causal, attn_mask=bias, scale=scale)
+    weights, _, _ = _weights(q, k, lse_BHT, causal, bias, scale)
+    B, H, T, K = q.shape
+    G = k.shape[1]
+    grad, out, q = (x.reshape(B, G, H // G, T, K) for x in (grad, out, q))
+    k, v = k.unsqueeze(2), v.unsqueeze(2)
     dv = (weights.transpose(-1, -2) @ grad).sum(2)
     dlogits = weights * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
-    dq = (dlogits @ k).reshape(B, H, T, K)
-    dk = (dlogits.transpose(-1, -2) @ q).sum(2)
-    return dq.to(q_BHTK.dtype), dk.to(k_BGSK.dtype), dv.to(v_BGSK.dtype)
+    return (dlogits @ k).reshape(B, H, T, K), (dlogits.transpose(-1, -2) @ q).sum(2), dv
 
 
 class _Part(NamedTuple):
-    """Rectangles of a piece that are done in one call: `groups` from group `first` on, in the batch rows `batch`."""
+    """Rectangles of a piece that are done in one call: `groups` from group `first` on, in the batch rows `batch`, of
+    `heads` among the `kv_heads` key/value heads."""
 
     piece: Piece
-    batch: slice
+    batch: range
+    heads: range
+    kv_heads: int
     first: int
     groups: int
 
     def of(self, x_BHTX: Tensor, start: int, size: int) -> Tensor:
         """`size` tokens from the piece's `start` on of every rectangle, a view (batches, groups, H, size, X)."""
-        stride = self.piece.stride
-        start += self.first * stride
-        x = x_BHTX[self.batch, :, start : start + (self.groups - 1) * stride + size]
-        return x.unfold(2, size, stride).permute(0, 2, 1, 4, 3)
+        (_, heads, _, width), (batch, head, token, feature) = x_BHTX.shape, x_BHTX.stride()
+        each, stride = heads // self.kv_heads, self.piece.stride
+        offset = self.batch.start * batch + self.heads.start * each * head + (start + self.first * stride) * token
+        return x_BHTX.as_strided(
+            (len(self.batch), self.groups, len(self.heads) * each, size, width),
+            (batch, stride * token, head, token, feature),
+            x_BHTX.storage_offset() + offset,
+        )
 
     def rows(self, x_BHTX: Tensor) -> Tensor:
         return self.of(x_BHTX, self.piece.query, self.piece.rows).flatten(0, 1)
@@ -116,21 +128,38 @@ class _Part(NamedTuple):
             self.of(total_BHSX, piece.key + start, size).add_(part[..., start : start + size, :])
 
 
-def _parts(pieces: Sequence[Piece], q_BHTK: Tensor, k_BGSK: Tensor) -> Iterator[tuple[_Part, bool, Tensor | None]]:
-    """(part, causal, additive mask) of all pieces."""
-    for piece in pieces:
-        bias = None
-        if piece.kind == BAND:
-            hidden = ~piece.visible(q_BHTK.device)
-            bias = q_BHTK.new_zeros(1, 1, *hidden.shape).masked_fill_(hidden, -torch.inf)
-        each = k_BGSK.shape[1] * k_BGSK.shape[3] * piece.columns
-        groups = max(1, min(piece.groups, CHUNK // each))
-        batches = max(1, min(piece.batches, CHUNK // (each * groups)))  # a view of several rows' groups is a copy
-        end = piece.batch + piece.batches
-        for b in range(piece.batch, end, batches):
-            for first in range(0, piece.groups, groups):
-                part = _Part(piece, slice(b, min(b + batches, end)), first, min(groups, piece.groups - first))
-                yield part, piece.kind == CAUSAL, bias
+class _Shown(NamedTuple):
+    """What every rectangle of a piece shows: causality, or an additive mask and the rows to which it shows nothing."""
+
+    causal: bool
+    bias: Tensor | None = None
+    blind: Tensor | None = None
+
+    @classmethod
+    def by(cls, piece: Piece, x: Tensor) -> _Shown:
+        if piece.kind != BAND:
+            return cls(piece.kind == CAUSAL)
+        hidden = ~piece.visible(x.device)
+        bias = x.new_zeros(1, 1, *hidden.shape).masked_fill_(hidden, -torch.inf)
+        blind = hidden.all(-1)
+        return cls(False, bias, blind if bool(blind.any()) else None)
+
+
+def _parts(piece: Piece, q_BHTK: Tensor, k_BGSK: Tensor, elements: int) -> Iterator[_Part]:
+    """A piece in calls that hold few elements at once, but enough for every thread: heads, then groups, then rows."""
+    (H, K), G = q_BHTK.shape[1::2], k_BGSK.shape[1]
+    each = (piece.rows * (H // G) + 2 * piece.columns) * K
+    threads = torch.get_num_threads()
+    room = max(threads, elements * threads // each)
+    heads = min(G, room)
+    groups = max(1, min(piece.groups, room // heads))
+    batches = max(1, min(piece.batches, room // (heads * groups)))  # a view of several rows' groups is a copy
+    end = piece.batch + piece.batches
+    for b, h, first in itertools.product(
+        range(piece.batch, end, batches), range(0, G, heads), range(0, piece.groups, groups)
+    ):
+        rows = range(b, min(b + batches, end))
+        yield _Part(piece, rows, range(h, min(h + heads, G)), G, first, min(groups, piece.groups - first))
 
 
 def _whole(pieces: Sequence[Piece], q_BHTK: Tensor, k_BGSK: Tensor) -> bool:
@@ -148,22 +177,23 @@ def pieces_forward(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pieces: Seque
     # (B, T, H, K) in memory, as the fused kernel writes and the output projection reads
     out = q_BHTK.new_zeros(B, T, H, K, dtype=wide).transpose(1, 2)
     lse = q_BHTK.new_full((B, T, H), -torch.inf, dtype=wide).transpose(1, 2)
-    for part, causal, bias in _parts(pieces, q_BHTK, k_BGSK):
-        o, new = rectangle(part.rows(q_BHTK), part.columns(k_BGSK), part.columns(v_BGSK), causal, bias, scale)
-        if bias is not None:
-            new = new.masked_fill(
-                (bias == -torch.inf).all(-1), -torch.inf
-            )  # the kernel says 0 of a row that sees nothing
-        out_rows = part.of(out, part.piece.query, part.piece.rows)
-        lse_rows = part.of(lse.unsqueeze(-1), part.piece.query, part.piece.rows)
-        o, new = o.unflatten(0, out_rows.shape[:2]), new.reshape(lse_rows.shape)
-        if _untouched(pieces, part.piece):
-            out_rows.copy_(o)
-            lse_rows.copy_(new)
-            continue
-        total = torch.logaddexp(lse_rows, new)
-        out_rows.mul_((lse_rows - total).exp_()).add_(o * (new - total).exp_())
-        lse_rows.copy_(total)
+    for piece in pieces:
+        causal, bias, blind = _Shown.by(piece, q_BHTK)
+        first = _untouched(pieces, piece)
+        for part in _parts(piece, q_BHTK, k_BGSK, RESULTS):
+            o, new = rectangle(part.rows(q_BHTK), part.columns(k_BGSK), part.columns(v_BGSK), causal, bias, scale)
+            if blind is not None:  # the kernel says 0 of a row that sees nothing
+                new = new.masked_fill(blind, -torch.inf)
+            out_rows = part.of(out, piece.query, piece.rows)
+            lse_rows = part.of(lse.unsqueeze(-1), piece.query, piece.rows)
+            o, new = o.unflatten(0, out_rows.shape[:2]), new.reshape(lse_rows.shape)
+            if first:
+                out_rows.copy_(o)
+                lse_rows.copy_(new)
+                continue
+            total = torch.logaddexp(lse_rows, new)
+            out_rows.mul_((lse_rows - total).exp_()).add_(o * (new - total).exp_())
+            lse_rows.copy_(total)
     return out.to(q_BHTK.dtype), lse
 
 
@@ -189,19 +219,54 @@ def pieces_backward(
     pieces: Sequence[Piece],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v: every piece's backward with the merged output and log-sum-exp, added up."""
-    if _whole(pieces, q_BHTK, k_BGSK):
-        causal = pieces[0].kind == CAUSAL
-        return rectangle_backward(grad_BHTK, q_BHTK, k_BGSK, v_BGSK, out_BHTK, lse_BHT, causal, None, scale)
+    """Gradients of q, k, v: every piece's backward with the merged output and log-sum-exp, added up.
+
+    In float32 at least: half types are made wide a batch row and a few heads at a time.
+    """
+    tensors = (grad_BHTK, q_BHTK, k_BGSK, v_BGSK, out_BHTK)
     wide = torch.promote_types(q_BHTK.dtype, torch.float32)
-    dq, dk, dv = (x.new_zeros(x.transpose(1, 2).shape, dtype=wide).transpose(1, 2) for x in (q_BHTK, k_BGSK, v_BGSK))
-    for part, causal, bias in _parts(pieces, q_BHTK, k_BGSK):
-        grad, q, out = (part.rows(x) for x in (grad_BHTK, q_BHTK, out_BHTK))
-        lse = part.rows(lse_BHT.unsqueeze(-1)).squeeze(-1)
-        k, v = part.columns(k_BGSK), part.columns(v_BGSK)
-        part_q, part_k, part_v = rectangle_backward(grad, q, k, v, out, lse, causal, bias, scale)
-        view = part.of(dq, part.piece.query, part.piece.rows)
-        view.add_(part_q.unflatten(0, view.shape[:2]))
-        part.add_columns(dk, part_k)
-        part.add_columns(dv, part_v)
-    return dq.to(q_BHTK.dtype), dk.to(k_BGSK.dtype), dv.to(v_BGSK.dtype)
+    if q_BHTK.dtype == wide and _whole(pieces, q_BHTK, k_BGSK):
+        return rectangle_backward(*tensors, lse_BHT, pieces[0].kind == CAUSAL, None, scale)
+    grads = [x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in (q_BHTK, k_BGSK, v_BGSK)]
+    if q_BHTK.dtype == wide:
+        _add_pieces(grads, *tensors, lse_BHT, pieces, scale)
+        return tuple(grads)
+    G, heads = k_BGSK.shape[1], torch.get_num_threads()
+    for b, first in itertools.product(range(q_BHTK.shape[0]), range(0, G, heads)):
+        own = [p._replace(batch=0, batches=1) for p in pieces if p.batch <= b < p.batch + p.batches]
+
+        def here(x: Tensor, b: int = b, first: int = first) -> Tensor:
+            each = x.shape[1] // G
+            return x[b : b + 1, first * each : (first + heads) * each]
+
+        found = pieces_backward(*(here(x).to(wide) for x in tensors), here(lse_BHT), own, scale)
+        for total, part in zip(grads, found, strict=True):
+            here(total).copy_(part)
+    return tuple(grads)
+
+
+def _add_pieces(
+    grads: Sequence[Tensor],
+    grad_BHTK: Tensor,
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    out_BHTK: Tensor,
+    lse_BHT: Tensor,
+    pieces: Sequence[Piece],
+    scale: float,
+) -> None:
+    """Add every piece's gradients of q, k, v to `grads`, a few tiles at a time."""
+    dq, dk, dv = grads
+    for piece in itertools.chain.from_iterable(piece.cut(*TILE) for piece in pieces):
+        causal, bias, _ = _Shown.by(piece, q_BHTK)
+        for part in _parts(piece, q_BHTK, k_BGSK, GRADIENTS):
+            grad, q, out = (part.rows(x) for x in (grad_BHTK, q_BHTK, out_BHTK))
+            lse = part.rows(lse_BHT.unsqueeze(-1)).squeeze(-1)
+            k, v = part.columns(k_BGSK), part.columns(v_BGSK)
+            part_q, part_k, part_v = rectangle_backward(grad, q, k, v, out, lse, causal, bias, scale)
+            view = part.of(dq, piece.query, piece.rows)
+            view.add_(part_q.unflatten(0, view.shape[:2]))
+            part.add_columns(dk, part_k)
+            part.add_columns(dv, part_v)
+            del part_q, part_k, part_v  # before the next ones are made

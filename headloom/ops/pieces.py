@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ TOKENS, VIRTUAL, LATER = 0, 1, 2  # what a BAND shows of a row's own token: all,
 MOST_SEGMENTS = 64  # beyond it (many short documents in a batch), query blocks with an additive mask are faster
 _KERNEL_KEYS = 512  # the kernel leaves out whole blocks of so many keys: one block's causal square is done in full
 _FEWEST_ROWS, _MOST_ROWS = 32, 256  # of a BAND: with fewer, short products dominate; more gain nothing
+_MOST_PAIRS = 1 << 18  # of a BAND: its additive mask holds so many numbers
 
 
 class Piece(NamedTuple):
@@ -59,8 +61,8 @@ class Piece(NamedTuple):
             return torch.ones(self.rows, self.columns, dtype=torch.bool, device=device)
         if self.kind == CAUSAL:
             return column <= row
-        distance = column // self.pseudo - row // self.pseudo
-        out = (distance >= self.low) & (distance <= self.high)
+        token, key = row // self.pseudo, column // self.pseudo
+        out = (key >= token + self.low) & (key <= token + self.high)
         if self.own == TOKENS:
             return out
         upto = column <= row + self.high * self.pseudo
@@ -75,6 +77,39 @@ class Piece(NamedTuple):
         else:
             each = int(self.visible().sum())
         return each * self.groups * self.batches
+
+    def cut(self, rows: int, columns: int) -> Iterator[Piece]:
+        """The piece in tiles of about so many rows and columns, each FULL, CAUSAL or BAND, without what it hides.
+
+        Only the columns of a BAND are cut: its rows are few.
+        """
+        across = self.pseudo * -(-self.columns // (self.pseudo * -(-self.columns // columns)))
+        for left in range(0, self.columns, across):
+            width = min(across, self.columns - left)
+            if self.kind == BAND:
+                yield from self._strip(left, width)
+                continue
+            top = 0
+            if self.kind == CAUSAL:
+                yield self._replace(query=self.query + left, rows=width, key=self.key + left, columns=width)
+                top = left + width
+            for first in range(top, self.rows, rows):
+                height = min(rows, self.rows - first)
+                tile = self._replace(query=self.query + first, rows=height, key=self.key + left, columns=width)
+                yield tile._replace(kind=FULL)
+
+    def _strip(self, left: int, width: int) -> Iterator[Piece]:
+        """The columns of a BAND from `left` on, whole tokens."""
+        P = self.pseudo
+        low, high = self.low - left // P, self.high - left // P
+        nearest, farthest = -((self.rows - 1) // P), (width - 1) // P  # distances of columns from rows
+        if high < nearest or low > farthest:
+            return
+        strip = self._replace(key=self.key + left, columns=width)
+        if self.own != LATER and low <= nearest and high >= farthest + (self.own == VIRTUAL and P > 1):
+            yield strip._replace(kind=FULL, low=0, high=0, pseudo=1, own=TOKENS)
+        else:
+            yield strip._replace(low=low, high=high)
 
 
 class _Builder:
@@ -167,7 +202,8 @@ def _windowed(build: _Builder, T: int, S: int, causal: bool, W: int, q0: int, k0
 
 def _block(W: int, P: int) -> int:
     """Tokens of a window's block of queries: few compute little in vain, many use a kernel better."""
-    return max(1, min(max(_FEWEST_ROWS, W * P // 8), _MOST_ROWS) // P)
+    rows = max(_FEWEST_ROWS, min(W * P // 8, _MOST_PAIRS // (W * P), _MOST_ROWS))
+    return max(1, rows // P)
 
 
 _SEGMENTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -171,7 +171,8 @@ def scores_backward(grad, q, k, v, out, lse, documents, pairs, rule, pieces, mas
     width = max(key_width, value_width)
     grad, q, k, v, out = (_pad(x, width) for x in (grad, q, k, v, out))
     if masked:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for rows, columns, bias in _masked_blocks(q, documents, pairs, rule):
             grad_rows, q_rows, out_rows = (x[:, :, rows] for x in (grad, q, out))
             keys, values = k[:, :, columns], v[:, :, columns]
@@ -185,7 +186,8 @@ def scores_backward(grad, q, k, v, out, lse, documents, pairs, rule, pieces, mas
         dq, dk, dv = fused.pieces_backward(grad, q, k, v, out, lse, _pieces(pieces), scale)
     widths = (key_width, key_width, value_width)
     return tuple(
-        d[..., :w].transpose(1, 2).contiguous().transpose(1, 2) for d, w in zip((dq, dk, dv), widths, strict=True)
+        d[..., :w].transpose(1, 2).to(q.dtype).contiguous().transpose(1, 2)
+        for d, w in zip((dq, dk, dv), widths, strict=True)
     )
 
 

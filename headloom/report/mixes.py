@@ -196,7 +196,7 @@ def _grid(maps: list[Map], name: str, what: str) -> tuple[dict[str, Any], dict[s
     columns = _columns(len({m.layer for m in maps}), len({m.name for m in maps}))
     spec = finish(alt.concat(*charts, columns=columns, spacing=18).resolve_scale(color="shared"), None)
     # page.js lays fewer maps side by side where fewer fit
-    spec["usermeta"] = {"columns": columns, "step": WIDTH + MARGIN}
+    spec["usermeta"] = {"columns": columns, "width": WIDTH, "margin": MARGIN if maps[0].down else 20}
     return spec, data
 
 

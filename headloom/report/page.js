@@ -23,9 +23,9 @@
         }
         const spec = { ...structuredClone(panel), datasets };
         if (spec.usermeta) {
-          const { columns, step } = spec.usermeta;
-          spec.columns = Math.max(1, Math.min(columns, Math.floor(room / step)));
-          const scale = Math.min(1.2, (room - 12) / (spec.columns * step));
+          const { columns, width, margin } = spec.usermeta;
+          spec.columns = Math.max(1, Math.min(columns, Math.round(room / (width + margin))));
+          const scale = Math.min(1.2, ((room - 12) / spec.columns - margin) / width);
           spec.concat.forEach((map) => {
             map.width = Math.floor(map.width * scale);
             map.height = Math.floor(map.height * scale);

@@ -7,7 +7,7 @@ import torch
 from oracles.common import visible
 
 from headloom.ops.masks import Visibility
-from headloom.ops.pieces import lower
+from headloom.ops.pieces import BAND, lower
 
 
 def covered(pieces, batch, rows, columns):
@@ -47,6 +47,23 @@ def test_structure(T, causal):
             want = wanted(T, S, causal, window, P, virtual)
             assert torch.equal(found, want.expand_as(found)), (T, S, window, P, virtual, pieces)
             assert sum(piece.pairs() for piece in pieces) == 2 * int(want.sum())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_show_what_their_piece_shows(causal):
+    """Cut into tiles of 3 and of 4 tokens a side: the same pairs, and none that are hidden altogether."""
+    for T, past, window in itertools.product((1, 8, 13), (0, 4), (None, 1, 3, 7)):
+        for P, virtual in ((1, False), (3, False), *(((3, True),) if causal else ())):
+            pieces = lower(Visibility(T, past + T, causal, window), 2, P, virtual)
+            want = covered(pieces, 2, T * P, (past + T) * P)
+            for side in (3, 4):
+                tiles = [tile for piece in pieces for tile in piece.cut(side * P, side * P)]
+                assert torch.equal(covered(tiles, 2, T * P, (past + T) * P), want)
+                assert all(tile.pairs() for tile in tiles)
+                assert sum(tile.pairs() for tile in tiles) == sum(piece.pairs() for piece in pieces)
+                assert max(tile.columns for tile in tiles) <= side * P
+                cut = [tile for piece in pieces if piece.kind != BAND for tile in piece.cut(side * P, side * P)]
+                assert all(tile.rows <= side * P for tile in cut)
 
 
 ROWS = [
