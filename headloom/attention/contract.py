@@ -340,21 +340,40 @@ class Attention(nn.Module):
     def maps(self, x_BTD: Tensor, **call: Any) -> Maps:
         """Every attention pattern and the effective per-token map (`Maps`); arguments as `forward`."""
         ready = self._prepare(x_BTD, **{**call, "update_cache": False})
-        visible = expand_pseudo(
-            ready.visibility.dense(device=x_BTD.device), ready.visibility.past, self.pseudo, self.virtual
-        )
-        c = self.config
-        patterns = blocks.weigh(
-            ready.q,
-            self.expand(ready.k, ready.v)[0],
-            visible,
-            self._scale(ready.q),
-            kind=c.score,
-            softcap=c.softcap,
-            on_logits=self.on_logits,
-            on_weights=self.on_weights,
-        )
+        patterns = self.weights(ready.q, self.expand(ready.k, ready.v)[0], ready.visibility)
         return Maps(patterns, self.effective_map(patterns, x_BTD))
+
+    def forward_with_weights(self, x_BTD: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
+        """As `forward`, and the weights (B, heads, T, S) by which every scored head sums its values, as `Maps.patterns`
+        before dropout. The output is computed from them, so that gradients pass through.
+
+        Raises: HeadloomError where a head has not one weight for a query and a key (`without_weights` says why).
+        """
+        if self.without_weights:
+            raise HeadloomError(
+                f"{self.name} has no attention weights of the form (B, H, T, S): {self.without_weights}"
+            )
+        ready = self._prepare(x_BTD, **call)
+        k, v = self.expand(ready.k, ready.v)
+        weights = self.weights(ready.q, k, ready.visibility).to(ready.q.dtype)
+        return self.output(self.merge(self.spread(weights, v).to(ready.q.dtype), x_BTD)), weights
+
+    @property
+    def without_weights(self) -> str:
+        """Why a head has not one weight for every query and key; empty where it has."""
+        P = self.pseudo
+        return f"its {P} pseudo-heads give a head {P * P} of them for every two tokens" if P > 1 else ""
+
+    def weights(self, q: Tensor, k: Tensor, visibility: Visibility) -> Tensor:
+        """The patterns of `Maps`, in float32 at least, of queries and whole keys as `core` takes them."""
+        c = self.config
+        visible = expand_pseudo(visibility.dense(device=q.device), visibility.past, self.pseudo, self.virtual)
+        hooks: dict[str, Any] = {"on_logits": self.on_logits, "on_weights": self.on_weights}
+        return blocks.weigh(q, k, visible, self._scale(q), kind=c.score, softcap=c.softcap, **hooks)
+
+    def spread(self, weights: Tensor, v: Tensor) -> Tensor:
+        """What `core` makes of the values by these weights."""
+        return blocks.spread(weights, v, self.config.dropout if self.training else 0.0)
 
     def no_decay(self) -> list[str]:
         """Parameters (named from this module) that take no weight decay besides norms and biases: the mixes."""

@@ -111,6 +111,10 @@ class Diff(Attention):
         first, second = super().core(q1, k1, v, visibility), super().core(q2, k2, v, visibility)
         return first - self.strength() * second
 
+    def spread(self, weights: Tensor, v: Tensor) -> Tensor:
+        first, second = (super(Diff, self).spread(half, v) for half in weights.chunk(2, 1))
+        return first - self.strength() * second
+
     def merge(self, out_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
         return self.head_norm(out_BHTV) * (1 - self.lambda_init)
 

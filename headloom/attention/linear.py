@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headloom.attention.config import AttentionConfig, need
-from headloom.attention.contract import Attention, Maps
+from headloom.attention.contract import Attention
 from headloom.core.errors import HeadloomError
 from headloom.ops import linear
 from headloom.ops.cache import Cache, Seen
@@ -150,17 +150,17 @@ class Linear(Attention):
 
     # Around it ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def maps(self, x_BTD: Tensor, **call: Any) -> Maps:
-        """As `Attention.maps`; rows fall short of 1 by 1e-6 of the denominator. A state has no tokens to draw."""
-        ready = self._prepare(x_BTD, **{**call, "update_cache": False})
-        if ready.visibility.past:
+    def weights(self, q: Tensor, k: Tensor, visibility: Visibility) -> Tensor:
+        """Rows fall short of 1 by 1e-6 of the denominator. A state has no tokens to draw."""
+        if visibility.past:
             raise HeadloomError(
-                "linear attention's cache holds a sum, not the tokens before: give maps the whole sequence"
+                "linear attention's cache holds a sum, not the tokens before: maps and weights need the whole sequence"
             )
-        weights = linear.products(_features(ready.q), ready.k, ready.visibility.dense(device=x_BTD.device))
-        patterns = weights / (weights.sum(-1, keepdim=True) + EPSILON)
-        return Maps(patterns, self.effective_map(patterns, x_BTD))
+        weights = linear.products(_features(q), k, visibility.dense(device=q.device))
+        return weights / (weights.sum(-1, keepdim=True) + EPSILON)
+
+    def spread(self, weights: Tensor, v: Tensor) -> Tensor:
+        return super().spread(weights, v[..., :-1])
 
 
 def _features(x: Tensor) -> Tensor:

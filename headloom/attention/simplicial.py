@@ -149,6 +149,8 @@ class Simplicial(Attention):
         second = min(self.config.second_window, *first) if first else self.config.second_window
         return dataclasses.replace(visibility, window=min(first, default=None)), second
 
+    without_weights = "a query weighs pairs of tokens"
+
     @torch.no_grad()
     def maps(self, x_BTD: Tensor, **call: Any) -> Maps:
         """Patterns (B, 2 H, T, S): the H heads' weights of the first key, summed over the second, then the reverse.

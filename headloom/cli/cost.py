@@ -89,12 +89,13 @@ def costs(
 
     all_of: the variants that settings may name.
     """
-    from headloom.attention.schedules import over_depth, pattern_of, places
-    from headloom.bench.cost import layer_costs
     from headloom.lab.sizes import gated_width, get_size
 
     shape = get_size(size)
     named = _chosen(variant, settings, all_of or [variant])
+    from headloom.attention.schedules import over_depth, pattern_of, places
+    from headloom.bench.cost import layer_costs
+
     options: dict[str, Any] = dict(named.options)
     shared: dict[str, Any] = {
         "hidden_size": options.pop("hidden_size", shape.hidden_size),

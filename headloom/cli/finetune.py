@@ -109,7 +109,11 @@ def arms_of(
     """What is trained. A MODEL that is a graft already is compared with `original`; any other is grafted here and
     compared with itself."""
     from headloom.core.errors import HeadloomError
-    from headloom.hf import checkpoints
+    from headloom.lab.names import check_name
+
+    if to is not None:
+        check_name(to.partition(":")[0].strip(), schedules=False)
+    from headloom.hf import checkpoints  # imports torch
     from headloom.train.config import GraftSpec
     from headloom.train.finetune import Arm
 

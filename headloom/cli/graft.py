@@ -58,14 +58,12 @@ def graft(
 def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The mechanism and its options from --to and --set, which wins; where neither gives one, the comparison's default,
     which is said on stderr. Unknown names give the near ones."""
-    from headloom.attention import mechanisms
-    from headloom.core.errors import unknown
+    from headloom.lab.names import check_name
     from headloom.lab.options import parse_options, split_pair
     from headloom.lab.variants import parse_variant, with_defaults
 
     name = text.partition(":")[0].strip()
-    if name not in mechanisms():
-        raise unknown("mechanism", name, mechanisms())
+    check_name(name, schedules=False)
     pairs = [split_pair(setting, "--set") for setting in settings]
     chosen = parse_options(name, [(key.removeprefix(f"{name}."), value) for key, value in pairs])
     found = with_defaults(parse_variant(text), chosen, of_size=True)

@@ -107,13 +107,14 @@ def _changed(file: Path, given: dict[str, Any]) -> tuple[RunConfig, Text]:
 
 def _from_options(variant: str, size_name: str, given: dict[str, Any]) -> tuple[RunConfig, Text]:
     """The size's run of a variant, with what was given over it."""
-    from headloom.attention.schedules import layers_of
     from headloom.lab.sizes import get_size
     from headloom.lab.variants import defaults, parse_variant, with_defaults
     from headloom.train.file import parse_run
 
     size = get_size(size_name)
     found = with_defaults(parse_variant(variant or defaults().reference), {})
+    from headloom.attention.schedules import layers_of  # imports torch
+
     tokens = given.get("tokens", size.tokens)
     layers = layers_of(
         found.mechanism, found.options, num_layers=given.get("num_layers", size.num_layers), tokens=tokens

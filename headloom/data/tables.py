@@ -89,8 +89,8 @@ def saved_splits(folder: Path, column: str, left: LeftOut) -> dict[str, Iterator
         found = datasets.load_from_disk(str(folder))
     except Exception as error:  # of many kinds: files missing, JSON that lacks keys, Arrow's own
         raise HeadloomError(
-            f"'{folder}' looks like a data set that save_to_disk wrote, but it cannot be loaded: {one_line(error)} "
-            "Save it again, or give its texts as files."
+            f"'{folder}' looks like a data set that save_to_disk wrote, but it cannot be loaded "
+            f"({type(error).__name__}: {one_line(error)}): save it again, or give its texts as files"
         ) from error
     splits: Mapping[str, Any] = found if isinstance(found, datasets.DatasetDict) else {"": found}
     return {name: _saved_rows(split, column, f"'{folder / name}'", left) for name, split in splits.items()}

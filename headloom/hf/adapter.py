@@ -33,7 +33,7 @@ class GraftedAttention:
 
     It takes what the layer passes (hidden states, the family's cos and sin, which it does not need, a mask in any
     form and whether it is the caller's, a transformers cache under any of its names, position ids, whether they only
-    count from 0, documents) and returns (output, None).
+    count from 0, documents) and returns (output, weights), weights only if asked for.
     """
 
     own_window: int | None = None
@@ -48,9 +48,10 @@ class GraftedAttention:
         position_ids: Tensor | None = None,
         documents: Tensor | None = None,
         in_order: bool = False,
+        with_weights: bool = False,
         mask_is_all: bool | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         for name in ("past_key_values", "layer_past"):
             cache = kwargs.get(name) if cache is None else cache
         position_ids = kwargs.get("places") if position_ids is None else position_ids
@@ -64,19 +65,31 @@ class GraftedAttention:
             refuse(view.apart, PLACES_UNKNOWN)
         offloaded = any(p.is_meta for p in self.parameters()) and not hidden_states.is_meta  # type: ignore[attr-defined]
         with weights_at_hand(self) if offloaded else contextlib.nullcontext():  # type: ignore[arg-type]
-            out = super().forward(  # type: ignore[misc]
+            attend: Any = super().forward_with_weights if with_weights else super().forward  # type: ignore[misc]
+            found = attend(
                 hidden_states,
                 mask=mask,
                 positions=None if in_order else position_ids,
                 documents=documents,
                 cache=view,
             )
-        return out, None
+        out, weights = found if with_weights else (found, None)
+        hand_over(weights)
+        return out, weights
 
     def turn(self, x_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
         if isinstance(self.rotary, FamilyRotary) and self.rotary.single:  # type: ignore[attr-defined]
             x_BHTK = x_BHTK.float().to(x_BHTK.dtype)
         return super().turn(x_BHTK, positions_BT, length)  # type: ignore[misc]
+
+
+def hand_over(weights: Tensor | None) -> None:
+    """Give a layer's weights to transformers' collector of `attentions`, whose hooks look for the family's classes."""
+    from transformers.utils.output_capturing import _active_collector
+
+    collected = None if weights is None else _active_collector.get()
+    if collected is not None and "attentions" in collected:  # not when a checkpointed layer is computed again
+        collected["attentions"].append(weights)
 
 
 def attention_config(family: Family, config: Any, index: int, spec: dict[str, Any]) -> AttentionConfig:

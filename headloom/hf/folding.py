@@ -198,6 +198,7 @@ def _exchanged(family: Family, model: Any, shell: Any, *, turned: bool) -> Itera
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
     device, old = model.device, attentions(family, model)
+    base, base_class = model.base_model, type(model.base_model)
     before = type(model), model.config, model._keep_in_fp32_modules_strict
     layers = list(zip(family.layers(model), family.layers(shell), strict=True))
     swaps: list[tuple[Any, str, Any]] = []
@@ -217,7 +218,7 @@ def _exchanged(family: Family, model: Any, shell: Any, *, turned: bool) -> Itera
             family.replace(ours, family.attention_of(new).train(ours.training))
         for parent, name, value in swaps:
             setattr(parent, name, value)
-        model.__class__ = type(shell)
+        model.__class__, base.__class__ = type(shell), type(shell.base_model)
         for module in holders:
             module.config = shell.config
         model._keep_in_fp32_modules_strict = shell._keep_in_fp32_modules_strict
@@ -225,6 +226,7 @@ def _exchanged(family: Family, model: Any, shell: Any, *, turned: bool) -> Itera
         yield
     except BaseException:
         model.__class__, config, model._keep_in_fp32_modules_strict = before
+        base.__class__ = type(model) if base is model else base_class
         for (ours, _), attention in zip(layers, old, strict=True):
             family.replace(ours, attention)
         for (parent, name, _), value in zip(swaps, held, strict=True):

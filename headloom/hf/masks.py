@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headloom.core.errors import HeadloomError
+from headloom.ops import blocks
 from headloom.ops.masks import Dense, Exactly, Mask, Padding, Visibility, refuse, sort_rules
 from headloom.ops.scores import attend
 from headloom.ops.tokens import cover, place
@@ -204,9 +205,10 @@ def attention_function(
     position_ids: Tensor | None = None,
     documents: Tensor | None = None,
     in_order: bool = False,
+    with_weights: bool = False,
     mask_is_all: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of a layer that was not grafted: (B, H, T, K), (B, G, S, K), (B, G, S, V) -> (B, T, H, V).
 
     Complete in itself: scale, soft-cap, window, grouped heads, dropout, documents, and causality unless the module is
@@ -231,5 +233,9 @@ def attention_function(
         found = None
     visibility = Visibility.of(rules, T, past + T, cover(found, real, B, past + T), query.device)
     scale = scaling if scaling is not None else width**-0.5
+    if with_weights:
+        visible = visibility.dense(device=query.device)
+        weights = blocks.weigh(query, key, visible, scale, kind="softmax", softcap=softcap).to(query.dtype)
+        return blocks.spread(weights, value, dropout).transpose(1, 2).contiguous(), weights
     out = attend(query, key, value, visibility, scale=scale, softcap=softcap, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None

@@ -43,8 +43,25 @@ class Graft:
                 if spec is not None:
                     old = self.family.attention_of(layer)
                     self.family.replace(layer, make_attention(self.family, config, index, spec, old))
+        self.take_base()
         self.keep_mixes_wide()
         self.post_init()  # type: ignore[attr-defined]
+
+    def take_base(self) -> None:
+        """Make the model inside a head a graft too, so that it can be called, saved and built by itself."""
+        from headloom.hf.classes import model_class
+
+        base: Any = self.base_model  # type: ignore[attr-defined]
+        if base is not self and not isinstance(base, Graft):
+            head: Any = type(base)
+            base.__class__ = model_class(self.family.name, head)
+            base.take_records()
+
+    def take_records(self) -> None:
+        """transformers knows what can be recorded of a model by its class, told when it is made."""
+        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+        _CAN_RECORD_REGISTRY[self] = self._can_record_outputs  # type: ignore[attr-defined, index]
 
     def grafted(self) -> list[Any]:
         """The grafted attentions, in the order of their layers."""
@@ -120,15 +137,18 @@ class Graft:
         also come from `cu_seq_lens_q` and, where `position_ids` restart, from these. A 4-D `attention_mask` (batch, 1,
         queries, keys), or one for each kind of layer, is all there is: no causality, window or documents are added.
 
-        Raises: HeadloomError for `output_attentions`, for decoding after a packed prefill, and for `documents` beside a
-            4-D mask.
+        `output_attentions`: for every layer the weights (B, heads, T, S) of the heads as they are scored.
+
+        Raises: HeadloomError for `output_attentions` where a head has not one weight for two tokens, for decoding after
+            a packed prefill, and for `documents` beside a 4-D mask.
         """
         kwargs.update(zip(self.forward_names, args, strict=False))
-        if kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
-            raise HeadloomError(
-                "output_attentions=True is not served by a grafted model: hl.maps (the method `maps` of a layer's "
-                "self_attn) gives every pseudo-head's pattern and the effective per-token map"
-            )
+        if kwargs.pop("prepared", False):  # by the head around this model
+            return super().forward(**kwargs, **({} if documents is None else {"documents": documents}))  # type: ignore[misc]
+        asked = kwargs.get("output_attentions")
+        if asked or (asked is None and getattr(self.config, "output_attentions", False)):
+            self._check_weights()
+            kwargs["with_weights"] = True
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         past = 0 if cache is None else docs.tokens_in(cache)
         alone = self._take_mask(kwargs, documents)
@@ -147,10 +167,28 @@ class Graft:
             kwargs["places"] = kwargs["position_ids"]  # under a name that goes down to the layers
         if kwargs.get("position_ids") is None and cache is None:
             kwargs["in_order"] = True  # the layers then need not look for restarts, nor a compiler allow for them
+        if self.base_model is not self:  # type: ignore[attr-defined]
+            kwargs["prepared"] = True
         out = super().forward(**kwargs)  # type: ignore[misc]
         if packed:
             docs.mark(cache, out)
         return out
+
+    def _check_weights(self) -> None:
+        for index, attention in enumerate(attentions(self.family, self)):
+            reason = getattr(attention, "without_weights", "")
+            if reason:
+                raise HeadloomError(
+                    f"output_attentions=True cannot be served: layer {index}'s {attention.name} has no attention "
+                    f"weights (B, H, T, S), as {reason}. hl.maps(attention, hidden_states) gives all patterns of one "
+                    "layer's attention, and its effective per-token map"
+                )
+        own = self.config._attn_implementation
+        if None in self.config.headloom["layers"] and own not in (IMPLEMENTATION, "eager"):
+            raise HeadloomError(
+                f"output_attentions=True: under attn_implementation='{own}' the layers that were not grafted give no "
+                f"weights: call model.set_attn_implementation('{IMPLEMENTATION}')"
+            )
 
     def _take_mask(self, kwargs: dict[str, Any], documents: Tensor | None) -> bool:
         """Whether the caller gave a 4-D mask, said to the layers as `mask_is_all`."""

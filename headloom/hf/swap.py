@@ -82,10 +82,9 @@ def swap(family: Family, model: Any, config: Any, fresh: dict[int, nn.Module]) -
     model.__class__ = grafted_class(model)
     _give_config(model, model.config, config)
     config._attn_implementation_internal = IMPLEMENTATION
+    model.take_base()
     model.keep_mixes_wide()
-    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-
-    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs  # keyed on the class, filled in __init__
+    model.take_records()
 
 
 def _give_config(model: nn.Module, old: Any, new: Any) -> None:
@@ -98,11 +97,12 @@ def _give_config(model: nn.Module, old: Any, new: Any) -> None:
 @contextlib.contextmanager
 def revert_on_error(family: Family, model: Any) -> Iterator[None]:
     cls, config, old = type(model), model.config, attentions(family, model)
+    base, base_cls = model.base_model, type(model.base_model)
     wide = model._keep_in_fp32_modules_strict
     try:
         yield
     except BaseException:
-        model.__class__ = cls
+        model.__class__, base.__class__ = cls, base_cls
         if model.config is not config:
             _give_config(model, model.config, config)
         model._keep_in_fp32_modules_strict = wide

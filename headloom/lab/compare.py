@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +94,11 @@ def compare(
     progress = progress or Progress()
     with progress:
         progress.stage("reading the call")
-        parsed = parse_variants(variants, settings)
-        study = comparison_study(
-            parsed,
-            size,
+        if out is not None:
+            refuse_other(Path(out), lambda _: {})
+        make_study = partial(
+            comparison_study,
+            size=size,
             seeds=seeds,
             data=_data_name(data),
             text_column=text_column,
@@ -115,6 +117,9 @@ def compare(
             dtype=dtype,
             compile="inductor" if compile else None,
         )
+        make_study([Variant("any")])  # what is wrong besides the variants is said before torch is imported for theirs
+        parsed = parse_variants(variants, settings)
+        study = make_study(parsed)
         spec = resolve(study, kind="compare", variants=parsed)
         return _run(study, spec, compare_command(spec), out, "headloom-compare", progress, report)
 
@@ -136,6 +141,8 @@ def run_study(
     progress = progress or Progress()
     with progress:
         progress.stage("reading the study")
+        if out is not None:
+            refuse_other(Path(out), lambda _: {})
         return _run(study, resolve(study), command, out, study.name, progress, report)
 
 
@@ -200,6 +207,7 @@ def comparison_study(
 
     same: other keys of a study, as they are.
     """
+    get_size(size)
     if type(seeds) is not int or not 1 <= seeds <= 1000:
         raise HeadloomError(f"seeds must be a number of seeds from 1 to 1000, not {seeds!r}")
     try:

@@ -18,7 +18,7 @@ from headloom.lab.spec import StudySpec, identity
 ASIDE = "set_aside"
 # what may differ between two studies that have runs in common; everything else is in every run's configuration
 _FREE = {"kind", "name", "title", "question", "size", "variants", "reference", "budgets", "axes", "seeds", "grid_seeds"}
-_FREE |= {"learning_rates", "extend_grid", "data", "text_column", "steps"}
+_FREE |= {"learning_rates", "extend_grid", "data", "text_column", "config", "steps"}
 _OF_ONE_RUN = ("seed", "learning_rate")
 
 

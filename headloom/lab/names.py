@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from importlib.resources import files
+
+from headloom.core.errors import unknown
 
 LINES = ("name", "title", "paper", "summary")
 
@@ -17,6 +20,19 @@ def described() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The lines of all mechanisms and of all schedules, by name."""
     if "headloom.attention" in sys.modules:  # and so there may be some that others registered
         return _registered()
+    return _read()
+
+
+def check_name(name: str, *, schedules: bool = True) -> None:
+    """Refuse what is neither a mechanism nor (with `schedules`) a schedule, with the near names."""
+    mechanisms, others = described()
+    names = [lines["name"] for lines in (*mechanisms, *(others if schedules else ()))]
+    if name not in names:
+        raise unknown("mechanism", name, names)
+
+
+@cache
+def _read() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     found: dict[bool, list[dict[str, str]]] = {False: [], True: []}
     for file in files("headloom").joinpath("attention").iterdir():
         if file.name.endswith(".py"):

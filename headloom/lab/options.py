@@ -11,13 +11,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headloom.core.errors import HeadloomError
+from headloom.lab.names import check_name
 
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3, without a point or a sign, as text
 
 
 def parse_options(mechanism: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Typed options of a mechanism or schedule from (name, text or value) pairs; unknown ones give the near names."""
-    from headloom.attention.schedules import option_classes
+    pairs = list(pairs)
+    check_name(mechanism)
+    if not pairs:
+        return {}
+    from headloom.attention.schedules import option_classes  # seconds of imports, once the rest is known to be right
     from headloom.core.config import fields_of, unknown_option
 
     classes = option_classes(mechanism)

@@ -14,6 +14,7 @@ from headloom.lab.sizes import Size, gated_width, get_size
 from headloom.lab.spec import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, VariantSpec, one_line
 from headloom.lab.study import Entry, Study
 from headloom.lab.variants import Variant, defaults, labelled, parse_variant, with_defaults
+from headloom.train import tracking
 from headloom.train.config import evaluation_bytes
 
 TOLERANCES = {"parameters": 0.005, "flops": 0.01, "cache": 0.01, "time": 0.01, "tokens": 0.01}
@@ -28,6 +29,7 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
     Raises HeadloomError for names, options, axes, budgets and seeds that are unknown or contradict each other.
     """
     size = get_size(study.size)
+    tracking.check_name(study.engine.track)
     seeds = _seeds(study)
     entries = [Entry(use=v.text) for v in variants] if variants is not None else list(study.variants)
     backbone = _backbone(study.config)

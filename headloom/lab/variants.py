@@ -123,6 +123,10 @@ def parse_variants(
         given = [text for text in pieces(given, ",") if text.strip()]
     if not isinstance(given, Sequence):
         raise HeadloomError(f"variants must be a text or a list of texts, not {given!r}")
+    if len(given) < at_least:
+        least = "two variants" if at_least == 2 else "one variant"
+        texts = ",".join(one if isinstance(one, str) else str(one[0]) for one in given)
+        raise HeadloomError(f"a comparison needs at least {least}, not {len(given)} ('{texts}')")
     parsed = [parse_variant(one) for one in given]
     chosen = parse_settings(settings)
     for mechanism in chosen:
@@ -133,11 +137,6 @@ def parse_variants(
                 f"{near(mechanism, names)}"
             )
     complete = [with_defaults(variant, chosen.get(variant.mechanism, {})) for variant in parsed]
-    if len(complete) < at_least:
-        least = "two variants" if at_least == 2 else "one variant"
-        raise HeadloomError(
-            f"a comparison needs at least {least}, not {len(complete)} ('{','.join(v.text for v in parsed)}')"
-        )
     labels = labelled(complete)
     return [replace(variant, label=label) for variant, label in zip(complete, labels, strict=True)]
 

@@ -53,8 +53,7 @@ def attend(
             on_weights=on_weights,
             may_be_dead=may_be_dead,
         )
-        weights = F.dropout(weights, dropout) if dropout else weights
-        return _over_groups(weights.to(v.dtype), v[:, :, columns])
+        return spread(weights, v[:, :, columns], dropout)
 
     each = q_BHTK.shape[0] * q_BHTK.shape[1] * P * P
     tokens = _tokens(_BLOCK_ELEMENTS // each, visibility)
@@ -97,6 +96,12 @@ def weigh(
         logits = softcap * torch.tanh(logits / softcap)
     weights = normalise(logits, ~visible_BTS.unsqueeze(1), kind, may_be_dead)
     return weights if on_weights is None else on_weights(weights)
+
+
+def spread(weights_BHTS: Tensor, v_BGSV: Tensor, dropout: float = 0.0) -> Tensor:
+    """The values summed by their weights, (B, H, T, V) in the values' type."""
+    weights = F.dropout(weights_BHTS, dropout) if dropout else weights_BHTS
+    return _over_groups(weights.to(v_BGSV.dtype), v_BGSV)
 
 
 def normalise(logits: Tensor, hidden: Tensor, kind: str, may_be_dead: bool) -> Tensor:

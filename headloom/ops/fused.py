@@ -227,10 +227,10 @@ def pieces_backward(
     wide = torch.promote_types(q_BHTK.dtype, torch.float32)
     if q_BHTK.dtype == wide and _whole(pieces, q_BHTK, k_BGSK):
         return rectangle_backward(*tensors, lse_BHT, pieces[0].kind == CAUSAL, None, scale)
-    grads = [x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in (q_BHTK, k_BGSK, v_BGSK)]
+    dq, dk, dv = (x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in (q_BHTK, k_BGSK, v_BGSK))
     if q_BHTK.dtype == wide:
-        _add_pieces(grads, *tensors, lse_BHT, pieces, scale)
-        return tuple(grads)
+        _add_pieces((dq, dk, dv), *tensors, lse_BHT, pieces, scale)
+        return dq, dk, dv
     G, heads = k_BGSK.shape[1], torch.get_num_threads()
     for b, first in itertools.product(range(q_BHTK.shape[0]), range(0, G, heads)):
         own = [p._replace(batch=0, batches=1) for p in pieces if p.batch <= b < p.batch + p.batches]
@@ -239,10 +239,11 @@ def pieces_backward(
             each = x.shape[1] // G
             return x[b : b + 1, first * each : (first + heads) * each]
 
-        found = pieces_backward(*(here(x).to(wide) for x in tensors), here(lse_BHT), own, scale)
-        for total, part in zip(grads, found, strict=True):
+        grad, q, k, v, out = (here(x).to(wide) for x in tensors)
+        found = pieces_backward(grad, q, k, v, out, here(lse_BHT), own, scale)
+        for total, part in zip((dq, dk, dv), found, strict=True):
             here(total).copy_(part)
-    return tuple(grads)
+    return dq, dk, dv
 
 
 def _add_pieces(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,7 +24,9 @@ from headloom.core.errors import HeadloomError, near
 from headloom.core.files import write_text
 from headloom.train.config import RunConfig, evaluation_bytes
 from headloom.train.records import RunResult
-from headloom.train.trainer import Progress
+
+if TYPE_CHECKING:
+    from headloom.train.trainer import Progress
 
 FILE = "run.yaml"
 

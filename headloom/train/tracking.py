@@ -20,14 +20,19 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 FOLDER = "tracking"
 
 
-def check(track: str | None, folder: Path) -> None:
-    """Refuse an unknown tracker, one that is not installed, or one that would write elsewhere."""
+def check_name(track: str | None) -> None:
+    """Refuse an unknown tracker, and one that is not installed."""
     if track is None:
         return
     if track not in TRACKERS:
         raise unknown("tracker", track, TRACKERS)
     if importlib.util.find_spec(track) is None:
         raise HeadloomError(f"--track {track} needs the package '{track}', which is not installed: pip install {track}")
+
+
+def check(track: str | None, folder: Path) -> None:
+    """Refuse an unknown tracker, one that is not installed, or one that would write elsewhere."""
+    check_name(track)
     if track == "trackio" and "TRACKIO_DIR" not in os.environ and "trackio" in sys.modules:
         bound = Path(sys.modules["trackio"].TRACKIO_DIR)
         if bound != _place(folder):

@@ -249,7 +249,7 @@ def test_maps_give_the_output():
     assert_close(module.o_proj(heads.flatten(1)).detach(), module(x)[0].detach(), "maps", 1e-12)
     cache = hl.Cache()
     module(x, cache=cache)
-    with pytest.raises(HeadloomError, match="give maps the whole sequence"):
+    with pytest.raises(HeadloomError, match="maps and weights need the whole sequence"):
         module.maps(x, cache=cache)
 
 

@@ -5,6 +5,14 @@ import torch
 
 from headloom.hf import build_model
 
+MARKS = ("accelerate_tests", "flash_attn_test", "flash_attn_3_test", "flash_attn_4_test", "slow", "torch_compile_test")
+
+
+def pytest_configure(config):
+    for mark in MARKS:
+        config.addinivalue_line("markers", f"{mark}: of transformers' own tests (test_modeling_common.py)")
+
+
 SIZES = {
     "vocab_size": 37,
     "hidden_size": 24,

@@ -263,7 +263,7 @@ def refused(make):
         "option": (
             make,
             {"name": "iha", "pseudo_head": 2},
-            "unknown option 'pseudo_head'. Did you mean 'pseudo_heads'",
+            "unknown option 'pseudo_head' of iha. Did you mean 'pseudo_heads'",
         ),
         "sizes": (make, {"name": "sas", "simulated_heads": 6}, "simulated_heads must be a multiple of num_heads 4"),
         "heads": (make, {"name": "mha"}, "base 'mha' has as many"),

@@ -252,8 +252,10 @@ def test_other_masks_are_refused_by_name(tiny, ids):
     for shape in ((1, 4, 3, 3), (2, 1, 3, 3), (1, 1, 2, 3)):
         with pytest.raises(HeadloomError, match=rf"a mask of shape \({shape[0]}, {shape[1]}, .* cannot be read here"):
             logits(model, x, attention_mask=torch.ones(shape, dtype=torch.bool))
+        with pytest.raises(HeadloomError, match="cannot be read here"):
+            model.model(x, attention_mask=torch.ones(shape, dtype=torch.bool))
     with pytest.raises(HeadloomError, match=r"Tensor of shape \(1, 4, 3, 3\)"):
-        model.model(x, attention_mask=torch.ones(1, 4, 3, 3, dtype=torch.bool))
+        masks.arriving(torch.ones(1, 4, 3, 3, dtype=torch.bool), 0, 3)
     with pytest.raises(HeadloomError, match="other biases are not supported"):
         logits(model, x, attention_mask=torch.full((1, 1, 3, 3), -0.5))
     with pytest.raises(HeadloomError, match="must be boolean"):
@@ -290,8 +292,3 @@ def test_a_4d_mask_goes_on_after_packed_documents(tiny, ids):
     torch.testing.assert_close(found, whole[:, 6:], rtol=0, atol=1e-10)
     with pytest.raises(HeadloomError, match="no document ids"):
         model(x[:, 6:], cache=cache)
-
-
-def test_output_attentions_names_maps(tiny, ids):
-    with pytest.raises(HeadloomError, match=r"hl\.maps"):
-        tiny("mha")(ids(1, 3), output_attentions=True)
