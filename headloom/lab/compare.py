@@ -42,7 +42,7 @@ def compare(
     heads: int | None = None,
     config: str | Path | None = None,
     steps: int | None = None,
-    seeds: int = 3,
+    seeds: int = 4,
     data: str | Path = "stdlib",
     text_column: str | None = None,
     tokenizer: str | Path = "bytes",
@@ -72,7 +72,7 @@ def compare(
         seeds: how many seeds; from two on there are intervals.
         evaluations: validations along every run, besides the one at its end (0: none).
         data, text_column, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
-        threads: processor threads of a run; None: all this process may use.
+        threads: processor threads of a run; None: the size's (tiny: 1), or all this process may use.
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         dtype: "float32", or "bfloat16" (autocast over float32 weights). compile: models by torch.compile (inductor).
         track: "tensorboard", "trackio" or "wandb" (offline).
