@@ -17,7 +17,7 @@ class Size:
 
     hidden_size D, num_layers, num_heads H, head_dim K, intermediate_size F; `tokens` is the context in tokens;
     `vocab_size` serves costs alone (a comparison takes the tokenizer's); `learning_rate` is the paper's, or ours;
-    `validation_bytes` bounds the text a run is measured on; `threads` of a run (None: all there are), where a model is so
+    `validation_bytes` bounds the text a run is measured on; `threads` are a run's (None: all there are), for models so
     small that runs side by side get more done than one on all cores.
     `source` says whose shape it is.
     """
