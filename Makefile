@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= demo
 
-.PHONY: demo test check format lint types install clean
+.PHONY: demo test test-portable check format lint types install clean
 
 demo: $(VENV)/.core
 	$(BIN)/headloom compare --out $(OUT)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+# The whole suite as on another processor: other kernels and two threads, which change last bits.
+test-portable: $(VENV)/.dev
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
+		$(BIN)/pytest -n 1
 
 check: $(VENV)/.dev lint types test
 

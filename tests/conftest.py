@@ -1,4 +1,4 @@
-"""Common to all tests: one torch thread a process, no network, a fixed seed, defaults restored."""
+"""Common to all tests: one torch thread a process (or OMP_NUM_THREADS), no network, a fixed seed, defaults restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -114,7 +114,7 @@ class IHAConfig(AttentionConfig):
         if self.init == "carrier":
             need(
                 self.phase == "token" or self.rope_theta is None,
-                "init 'carrier' needs phase 'token' (or no rotary), not 'virtual'",
+                "init 'carrier' needs phase 'token' (or no rotary), not 'virtual': init 'identity' goes with both",
             )
 
     @classmethod
@@ -125,7 +125,10 @@ class IHAConfig(AttentionConfig):
     def graft_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get("interaction") == "paired":
             return {"init": "identity"}
-        return {"order": "token", "phase": "token", "init": "carrier", "init_std": 0.1}  # measured: docs/log.md
+        found = {"order": "token", "phase": "token", "init": "carrier", "init_std": 0.1}  # measured: docs/log.md
+        if given.get("collapse") == "mean":  # no start keeps the function: full would, and is named by the refusal
+            return {**found, "collapse": "full", "init": "normal"}
+        return {**found, "init": "identity"} if given.get("phase") == "virtual" else found
 
     @property
     def exact(self) -> bool:

@@ -198,7 +198,8 @@ class SAS(Attention):
 
     @property
     def turns_late(self) -> bool:
-        return super().turns_late or (self.rotary is not None and self.config.cache == "base")
+        # not super().turns_late: torch.compile takes a property of super() for true (torch 2.13)
+        return self.rotary is not None and (self.rotary.length_dependent or self.config.cache == "base")
 
     def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
         base = self.config.cache == "base"

@@ -47,7 +47,7 @@ class Part:
     flops_exact: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Cost:
     """The cost of one attention layer for a sequence of `tokens` (forward, batch 1).
 
@@ -107,6 +107,12 @@ class Cost:
     @property
     def flops_full_per_token(self) -> float:
         return self.flops_full / self.tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Cost({self.mechanism}, {self.tokens:,} tokens: {self.parameters:,} parameters, {self.flops_exact:,} "
+            f"forward FLOPs of visible pairs, {self.cache_bytes_per_token:,} cache bytes a token)"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the config as its own dict."""

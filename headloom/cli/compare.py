@@ -54,7 +54,7 @@ def compare(
             "--set", help="iha.pseudo_heads=2: for every variant of that name. Repeatable.", rich_help_panel=WHAT
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.", rich_help_panel=WHAT)] = 3,
+    seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.", rich_help_panel=WHAT)] = 4,
     size: Annotated[
         str,
         typer.Option(help="tiny, small, 125M, 350M, 1.3B, 2.4B, 2.7B, 6.7B or 10.6B.", rich_help_panel=MODEL),
@@ -110,7 +110,10 @@ def compare(
     ] = "float32",
     threads: Annotated[
         int | None,
-        typer.Option(help="Processor threads. Default: all this process may use.", rich_help_panel=MACHINE),
+        typer.Option(
+            help="Processor threads of a run. Default: the size's (tiny: 1), or all this process may use.",
+            rich_help_panel=MACHINE,
+        ),
     ] = None,
     device: Annotated[
         str, typer.Option(help="auto (CUDA where there is one), cpu or cuda.", rich_help_panel=MACHINE)

@@ -19,6 +19,8 @@ _FIXED = {
     "attention_bias": (False, "biases in the attention (give a variant qkv_bias=true instead)"),
     "attention_dropout": (0.0, "dropout in the attention (give a variant dropout=... instead)"),
 }
+_STRETCHED = ("yarn", "longrope", "llama3")
+"""Scalings that start from the context of a config."""
 
 
 def read_backbone(path: str | Path) -> dict[str, Any]:
@@ -62,7 +64,8 @@ def read_backbone(path: str | Path) -> dict[str, Any]:
     theta, scaling = from_parameters(config.rope_parameters, config.max_position_embeddings)
     if scaling is not None:
         most = scaling.pop("max_position_embeddings")
-        scaling.setdefault("original_max_position_embeddings", most)
+        if scaling["rope_type"] in _STRETCHED:  # which otherwise take the context they are built for
+            scaling.setdefault("original_max_position_embeddings", most)
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,

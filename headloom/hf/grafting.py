@@ -222,7 +222,8 @@ def _check_exact(change: LayerChange, plain: AttentionConfig) -> None:
     fields = [field.name for field in dataclasses.fields(AttentionConfig) if field.name not in ("base", "dropout")]
     names = [name for name in fields if getattr(made, name) != getattr(plain, name)]
     if not names and not made.exact:
-        names = [name for name, value in type(made).graft_defaults({}).items() if getattr(made, name) != value]
+        defaults = type(made).graft_defaults(made.to_dict())
+        names = [name for name, value in defaults.items() if getattr(made, name) != value]
     if names or not made.exact:
         given = ", ".join(f"{name}={getattr(made, name)}" for name in names)
         raise HeadloomError(

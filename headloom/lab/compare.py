@@ -15,7 +15,7 @@ from headloom.core.errors import HeadloomError
 from headloom.lab.folder import open_folder, refuse_other
 from headloom.lab.growth import differing_specs
 from headloom.lab.plan import Plan, make_plan
-from headloom.lab.progress import Progress
+from headloom.lab.progress import Progress, told
 from headloom.lab.resolve import resolve
 from headloom.lab.runner import Comparison, Interrupted, Runner
 from headloom.lab.sizes import Size, get_size
@@ -42,7 +42,7 @@ def compare(
     heads: int | None = None,
     config: str | Path | None = None,
     steps: int | None = None,
-    seeds: int = 3,
+    seeds: int = 4,
     data: str | Path = "stdlib",
     text_column: str | None = None,
     tokenizer: str | Path = "bytes",
@@ -56,7 +56,7 @@ def compare(
     compile: bool = False,
     track: str | None = None,
     out: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     report: bool = True,
     engine: str = "local",
 ) -> Comparison:
@@ -72,13 +72,14 @@ def compare(
         seeds: how many seeds; from two on there are intervals.
         evaluations: validations along every run, besides the one at its end (0: none).
         data, text_column, tokenizer: as `headloom.data.load_corpus` and `make_tokenizer` take them.
-        threads: processor threads of a run; None: all this process may use.
+        threads: processor threads of a run; None: the size's (tiny: 1), or all this process may use.
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         dtype: "float32", or "bfloat16" (autocast over float32 weights). compile: models by torch.compile (inductor).
         track: "tensorboard", "trackio" or "wandb" (offline).
         out: the study's folder; runs that it holds already and that are asked for again are used again. None:
             headloom-compare here, or the first free number after it.
-        progress: is told what happens. report: also write report.html and figures/.
+        progress: None shows it on stderr (a bar on a terminal, else a line a run), False does not; or one of your own,
+            a `headloom.lab.progress.Progress`, which is told what happens. report: also write report.html and figures/.
         engine: "local" (a process for each run), or "inline" (this process, for a debugger).
 
     Raises:
@@ -89,9 +90,7 @@ def compare(
     """
     if out is not None and not isinstance(out, str | Path):
         raise HeadloomError(f"out must be a folder's path, not {out!r}")
-    if progress is not None and not isinstance(progress, Progress):
-        raise HeadloomError(f"progress must be a headloom.lab.progress.Progress or None, not {progress!r}")
-    progress = progress or Progress()
+    progress = told(progress)
     with progress:
         progress.stage("reading the call")
         if out is not None:
@@ -129,7 +128,7 @@ def run_study(
     *,
     command: str | None = None,
     out: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     report: bool = True,
 ) -> Comparison:
     """Run a study, or what is left of it, in its folder.
@@ -138,7 +137,7 @@ def run_study(
         command: the command line that makes it; None: its own study.yaml, in its folder.
         out: None: the study's name here, or the first free number after it.
     """
-    progress = progress or Progress()
+    progress = told(progress)
     with progress:
         progress.stage("reading the study")
         if out is not None:

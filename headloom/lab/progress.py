@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
+from headloom.core.errors import HeadloomError
+
 
 class Progress:
     """Called by a study; every method may be left as it is. Runs may go on side by side."""
@@ -37,6 +39,17 @@ class Progress:
 
     def ran(self, number: int, summary: str) -> None:
         """Run `number` has ended."""
+
+
+def told(progress: Progress | bool | None) -> Progress:
+    """What a call is told by: None or True the usual `Bar`, False nothing, or the caller's own."""
+    if progress is None or progress is True:
+        return Bar()
+    if progress is False:
+        return Progress()
+    if not isinstance(progress, Progress):
+        raise HeadloomError(f"progress must be true, false, or a headloom.lab.progress.Progress, not {progress!r}")
+    return progress
 
 
 class Bar(Progress):

@@ -73,7 +73,7 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
             evaluations=study.evaluations,
             evaluation_bytes=min(whole, evaluation_bytes(shortest, study.evaluations)),
             selection_bytes=(study.selection_bytes or size.validation_bytes) if len(rates) > 1 else None,
-            threads=study.threads or cores(),
+            threads=study.threads or size.threads or cores(),
             device=None if study.device == "auto" else study.device,
             dtype=study.dtype,
             compile=study.compile,

@@ -17,13 +17,13 @@ from __future__ import annotations
 import datetime
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headloom.core.files import read_json, saying_when_full, write_json, write_text
 from headloom.core.locks import locked
 from headloom.lab.budget import Match
+from headloom.lab.comparison import Comparison
 from headloom.lab.engines import Engine, Listener, open_engine
 from headloom.lab.growth import arrange, timing_key
 from headloom.lab.plan import Plan
@@ -37,25 +37,6 @@ from headloom.lab.work import Bundle, Job, foreign
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during a study. Its text says what was kept and how to go on."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A study that has been run: `results` is the content of results.json, `report` the page (None: none was asked)."""
-
-    folder: Path
-    results: dict[str, Any]
-    report: Path | None = None
-
-    @property
-    def headlines(self) -> list[str]:
-        """The findings in sentences."""
-        return list(self.results["headlines"])
-
-    @property
-    def failed(self) -> list[dict[str, Any]]:
-        """The runs that failed, each with its reason."""
-        return [run for run in self.results["runs"] if run["status"] == "failed"]
 
 
 class Runner(Listener):

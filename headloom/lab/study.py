@@ -212,7 +212,7 @@ class Study(_Written):
         return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
 
     def run(
-        self, out: str | Path | None = None, *, progress: Progress | None = None, report: bool = True
+        self, out: str | Path | None = None, *, progress: Progress | bool | None = None, report: bool = True
     ) -> Comparison:
         """Run it, or what is left of it, in the folder `out` (None: the study's name here, or the next free number)."""
         from headloom.lab.compare import run_study

@@ -113,3 +113,9 @@ def test_help_and_editors_see_the_options():
     page = pydoc.plain(pydoc.render_doc(hl.attention))
     for part in ("rope_scaling", "headloom list NAME", "num_heads: H"):
         assert part in page
+
+
+def test_results_show_themselves_shortly(attn, x):
+    assert repr(hl.maps(attn, x)) == "Maps(patterns (2, 3, 14, 14), effective (2, 3, 3, 7, 7))"
+    shown = repr(hl.cost("mha", hidden_size=8, num_heads=2, tokens=4))
+    assert shown.startswith("Cost(mha, 4 tokens: 256 parameters, ") and len(shown) < 200

@@ -213,8 +213,9 @@ def test_gradient_checkpointing_changes_nothing(tiny, ids, variant, reentrant):
     plain, wanted = step()
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     checkpointed, got = step()
-    assert plain.loss == checkpointed.loss
-    assert all(torch.equal(got[n], wanted[n]) for n in wanted)
+    torch.testing.assert_close(checkpointed.loss, plain.loss, rtol=0, atol=1e-12)
+    for n in wanted:  # what is computed again may lie in memory otherwise, and is then added up in another order
+        torch.testing.assert_close(got[n], wanted[n], rtol=0, atol=1e-12)
     assert not checkpointed.cache or checkpointed.cache.get_seq_length() == 0
 
 

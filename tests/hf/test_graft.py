@@ -175,13 +175,22 @@ def test_change_needs_permission(llama, ids):
     model, x = llama(), ids(1, 8)
     before = call(model, x)
     with pytest.raises(
-        HeadloomError, match=r"phase=virtual, init=identity does not start as the attention it replaces.*allow_change"
+        HeadloomError, match=r"iha with phase=virtual does not start as the attention it replaces.*allow_change"
     ):
         graft(model, "iha", pseudo_heads=2, phase="virtual", init="identity")
     assert torch.equal(call(model, x), before)
     report = graft(model, "iha", pseudo_heads=2, phase="virtual", init="identity", allow_change=True)
     assert not report.exact and report.relative > 1e-3
     assert "NOT kept" in str(report)
+
+
+@pytest.mark.parametrize("option", [{"phase": "virtual"}, {"collapse": "mean"}], ids=["phase", "collapse"])
+def test_an_option_is_refused_by_its_own_name_and_served_when_change_is_allowed(llama, option):
+    """The init is graft's own choice: the refusal does not speak of it, and it goes with what was given."""
+    (name, value) = next(iter(option.items()))
+    with pytest.raises(HeadloomError, match=rf"^iha with {name}={value} does not start as the attention it replaces"):
+        graft(llama(), "iha", pseudo_heads=2, **option)
+    assert not graft(llama(), "iha", pseudo_heads=2, allow_change=True, **option).exact
 
 
 def test_what_a_mechanism_claims_is_measured(llama, ids, monkeypatch):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from headloom.core.errors import HeadloomError, RunError
-from headloom.lab.compare import Interrupted, compare, make_spec
+from headloom.lab.compare import Comparison, Interrupted, compare, make_spec
 from headloom.lab.plan import make_plan
 from headloom.lab.progress import Progress
 from headloom.lab.sizes import get_size
@@ -355,3 +355,29 @@ def test_a_tokenizer_that_loses_text_is_refused(small, tmp_path):
     with pytest.raises(HeadloomError, match=r"the tokenizer loses text: at least \d+"):
         compare(TWO, out=tmp_path / "s", **{**small, "tokenizer": tmp_path / "words"})
     assert not (tmp_path / "s").exists()
+
+
+def test_a_comparison_shows_itself_shortly(made):
+    text = repr(made)
+    assert text.startswith("Comparison of mha, iha: 4 of 4 runs finished, in ")
+    assert made.headlines[0] in text and len(text) < 2000
+    found = made.frame()
+    assert list(found.index) == ["mha", "iha"]
+    assert found.loc["iha", "bits_per_byte.mean"] == made.results["variants"][1]["bits_per_byte"]["mean"]
+    assert f"<td>{made.results['variants'][0]['bits_per_byte']['mean']:.4f}</td>" in made._repr_html_()
+
+
+def test_what_a_notebook_shows_is_escaped(tmp_path):
+    hostile = "<img src=x onerror=alert(1)>"
+    variant = {"label": hostile, "bits_per_byte": {"mean": 1.5, "sd": None}, "parameters": 1234}
+    shown = Comparison(tmp_path, {"variants": [variant], "runs": [], "headlines": [hostile]})._repr_html_()
+    assert "<img" not in shown and "&lt;img" in shown and "<td>1,234</td>" in shown and "<td>-</td>" in shown
+
+
+def test_progress_is_shown_unless_it_is_not_wanted(capsys):
+    for progress, shown in ((None, True), (True, True), (False, False)):
+        with pytest.raises(HeadloomError, match="at least two variants"):
+            compare("mha", progress=progress)
+        assert ("reading the call" in capsys.readouterr().err) == shown
+    with pytest.raises(HeadloomError, match=r"progress must be true, false, or .* not 3"):
+        compare("mha,gqa", progress=3)

@@ -74,12 +74,13 @@ def expected(folder):
     ]
 
 
-def validations(folder):
-    """The same of its validations."""
+def validations(folder, kind="eval"):
+    """The same of its validations: of the one at the end, or of those along the way ("curve")."""
+    prefix = "eval/" if kind == "eval" else "eval/curve_"
     return [
-        {"eval/bits_per_byte": record["bits_per_byte"], "eval/loss": record["validation_loss"]}
+        {f"{prefix}bits_per_byte": record["bits_per_byte"], f"{prefix}loss": record["validation_loss"]}
         for record in read_metrics(folder)
-        if record["kind"] == "eval"
+        if record["kind"] == kind
     ]
 
 
@@ -87,8 +88,11 @@ def told(rows):
     """Of rows, what `expected` and `validations` say too."""
     keys = ("train/global_step", "train/loss", "train/grad_norm", "train/learning_rate")
     steps = [{key: row[key] for key in keys} for row in rows if "train/loss" in row]
-    keys = ("eval/bits_per_byte", "eval/loss")
-    return steps, [{key: row[key] for key in keys} for row in rows if "eval/loss" in row]
+    measured = [
+        [{key: row[key] for key in keys} for row in rows if keys[1] in row]
+        for keys in (("eval/bits_per_byte", "eval/loss"), ("eval/curve_bits_per_byte", "eval/curve_loss"))
+    ]
+    return steps, *measured
 
 
 @needs("trackio")
@@ -99,8 +103,9 @@ def test_trackio_has_every_step(made):
         rows = database.execute("select run_name, metrics from metrics order by id").fetchall()
         ((config,),) = database.execute("select config from configs").fetchall()
     assert {name for name, _ in rows} == {"shared"}
-    assert told([json.loads(metrics) for _, metrics in rows]) == (expected(first), validations(first))
-    assert (len(expected(first)), len(validations(first))) == (6, 2)
+    wanted = (expected(first), validations(first), validations(first, "curve"))
+    assert told([json.loads(metrics) for _, metrics in rows]) == wanted
+    assert [len(records) for records in wanted] == [6, 1, 2]
     assert json.loads(config)["hidden_size"] == 32
 
 
@@ -120,7 +125,7 @@ def test_wandb_has_every_step_of_every_run(made):
         for kind, history in runs[first]
         if kind == "history"
     ]
-    assert told(rows) == (expected(first), validations(first))
+    assert told(rows) == (expected(first), validations(first), validations(first, "curve"))
 
 
 def records(path):
