@@ -94,6 +94,10 @@ class Family(abc.ABC):
         """The layers of a model with or without a head."""
         return model.base_model.get_submodule(self.layers_path)
 
+    def routers(self, layer: nn.Module) -> tuple[nn.Module, ...]:
+        """The modules of a layer that choose experts for each token; none but in a mixture of experts."""
+        return ()
+
     def attention_of(self, layer: nn.Module) -> nn.Module:
         return layer.get_submodule(self.attention_path)
 

@@ -82,12 +82,12 @@ def fold(model: Any) -> FoldReport:
     allowed = tolerance(family, model)
     if model.config.headloom.get("rotary") == OWN_ROTARY:  # our models keep wider tables of cos and sin than a family
         allowed = max(allowed, TOLERANCES[torch.float32])
-    probe, reference = reference_of(model, what)
+    probe, reference, routes = reference_of(family, model, what)
     with _exchanged(
         family, model, shell, turned=usual.head_dim != AttentionConfig(**family.common(shell.config, 0)).head_dim
     ):
         allowed = max(allowed, tolerance(family, model))
-        got, real = outputs_of(model, probe, what), probe["attention_mask"].bool()
+        got, real = outputs_of(family, model, probe, what, routes), probe["attention_mask"].bool()
         rows = 2 if bool(got[real].isfinite().all()) else 1  # transformers' eager attention: NaN for padding in float64
         difference, relative = compare(reference[:rows], got[:rows], real[:rows])
         if not relative <= allowed:

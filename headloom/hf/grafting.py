@@ -107,9 +107,10 @@ def graft(
     before = sum(p.numel() for p in model.parameters())
     what, allowed = compared(family, model), tolerance(family, model)
     with revert_on_error(family, model):
-        probe, reference = reference_of(model, what)
+        probe, reference, routes = reference_of(family, model, what)
         swap(family, model, config, fresh)
-        difference, relative = compare(reference, outputs_of(model, probe, what), probe["attention_mask"].bool())
+        got = outputs_of(family, model, probe, what, routes)
+        difference, relative = compare(reference, got, probe["attention_mask"].bool())
         exact = relative <= allowed
         if not exact and not allow_change:
             names = ", ".join(dict.fromkeys(change.mechanism for change in changes))

@@ -129,30 +129,60 @@ def compared(family: Family, model: Any) -> str:
     return "logits" if type(model) in wordy else "last hidden states"
 
 
+Routes = list[Any]
+"""What the routers of a mixture of experts gave on a probe batch, in the order of their calls."""
+
+
+@contextlib.contextmanager
+def _routed(family: Family, model: Any, routes: Routes) -> Iterator[None]:
+    """Inside, routers choose the experts that stand in `routes`; what they choose where it is empty is kept there.
+
+    A difference of rounding may send a token to another expert. It then says nothing about the attention.
+    """
+    again = iter(tuple(routes))
+
+    def take(router: nn.Module, call: Any, chosen: Any) -> Any:
+        found = next(again, None)
+        if found is None:
+            routes.append(chosen)
+        return found
+
+    routers = [router for layer in family.layers(model) for router in family.routers(layer)]
+    handles = [router.register_forward_hook(take) for router in routers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @torch.no_grad()
-def outputs_of(model: Any, probe: dict[str, Tensor], what: str) -> Tensor:
+def outputs_of(family: Family, model: Any, probe: dict[str, Tensor], what: str, routes: Routes) -> Tensor:
+    """The model's outputs on a probe batch in eval mode, its tokens sent to the experts of `routes` (empty: filled)."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        if what == "logits":
-            return model(**probe, use_cache=False).logits
-        return model.base_model(**probe, use_cache=False).last_hidden_state
+        with _routed(family, model, routes):
+            if what == "logits":
+                return model(**probe, use_cache=False).logits
+            return model.base_model(**probe, use_cache=False).last_hidden_state
     finally:
         for module in training:
             module.training = True
 
 
-def reference_of(model: Any, what: str) -> tuple[dict[str, Tensor], Tensor]:
-    """A probe batch and what the model makes of it.
+def reference_of(family: Family, model: Any, what: str) -> tuple[dict[str, Tensor], Tensor, Routes]:
+    """A probe batch, what the model makes of it, and the experts it chose.
 
     transformers' eager attention gives NaN for padding in float64: then the row without padding alone is compared.
     """
     probe = probe_batch(model)
     for rows in (2, 1):
         probe = {name: values[:rows] for name, values in probe.items()}
-        reference = outputs_of(model, probe, what)
+        routes: Routes = []
+        reference = outputs_of(family, model, probe, what, routes)
         if bool(reference[probe["attention_mask"].bool()].isfinite().all()):
-            return probe, reference
+            return probe, reference, routes
     raise HeadloomError(f"this model's own {what} on a probe batch are not finite: nothing can be compared with them")
 
 

@@ -84,7 +84,7 @@ def test_what_a_library_prints_does_not_reach_the_json(compared, text_file, monk
     import headloom.lab.compare as lab
 
     real = lab.make_plan
-    monkeypatch.setattr(lab, "make_plan", lambda spec: print("a library's chatter") or real(spec))
+    monkeypatch.setattr(lab, "make_plan", lambda *given: print("a library's chatter") or real(*given))
     variants = ["--variants", "mha,sas:kernel_size=1", "--data", text_file, "--out", str(compared[1]), *SMALL]
     again = call("compare", *variants, "--json")
     assert "chatter" in again.stderr
@@ -93,9 +93,10 @@ def test_what_a_library_prints_does_not_reach_the_json(compared, text_file, monk
 
 def test_compare_into_another_study(compared, text_file):
     _, folder = compared
-    done = call("compare", "--variants", "mha,gqa", "--data", text_file, "--out", str(folder), *SMALL)
+    given = ["--variants", "mha,sas:kernel_size=1", "--data", text_file, "--out", str(folder), *SMALL]
+    done = call("compare", *given, "--batch-size", "3")
     assert done.exit_code == 2
-    assert "holds another study" in done.stderr.splitlines()[-1]
+    assert "holds another study (batch_size 2 there, 3 here" in done.stderr.splitlines()[-1]
 
 
 def test_a_run_that_fails_gives_status_one_and_the_table_says_why(text_file, tmp_path):

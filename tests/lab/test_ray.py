@@ -99,7 +99,7 @@ def test_a_killed_worker_costs_a_retry_and_the_numbers_are_the_same(cluster, tex
 
     assert numbers(there) == numbers(here)
     lines = (tmp_path / "there" / "runs" / "iha-seed1" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 151
+    assert sum(json.loads(line)["kind"] == "train" for line in lines) == 150
     assert (tmp_path / "there" / "runs" / "iha-seed1" / "mixes.npz").is_file()
     result = json.loads((tmp_path / "there" / "runs" / "iha-seed1" / "result.json").read_text())
     assert result["machine"].get("freed_memory") != "returned", "its process kept freed memory"

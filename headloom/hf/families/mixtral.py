@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from headloom.core.errors import HeadloomError
 from headloom.hf.family import Decoder
 
@@ -18,6 +20,9 @@ EXPERTS, EXPERTS_PER_TOKEN = 8, 2  # as published
 class Mixtral(Decoder):
     name = "mixtral"
     attention = "MixtralAttention"
+
+    def routers(self, layer: nn.Module) -> tuple[nn.Module, ...]:
+        return (layer.get_submodule("mlp.gate"),)
 
     def window(self, config: Any, index: int) -> int | None:
         return config.sliding_window
