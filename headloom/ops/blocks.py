@@ -55,6 +55,8 @@ def attend(
         )
         return spread(weights, v[:, :, columns], dropout)
 
+    if torch.compiler.is_exporting():  # how many blocks there are follows from lengths, which a graph leaves open
+        return block(q_BHTK, k_BGSK, v_BGSV, 0, T)
     each = q_BHTK.shape[0] * q_BHTK.shape[1] * P * P
     tokens = _tokens(_BLOCK_ELEMENTS // each, visibility)
     if q_BHTK.device.type == "cpu":

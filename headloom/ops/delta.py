@@ -93,7 +93,7 @@ def _pad(x: Tensor, width: int) -> Tensor:
 @torch.library.custom_op(
     "headloom::delta",
     mutates_args=(),
-    schema="(Tensor k, Tensor v, Tensor beta, Tensor? documents, Tensor? pairs, int[] rule, float scale) "
+    schema="(Tensor k, Tensor v, Tensor beta, Tensor? documents, Tensor? pairs, SymInt[] rule, float scale) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def delta(k, v, beta, documents, pairs, rule, scale):
@@ -139,7 +139,7 @@ def _(k, v, beta, documents, pairs, rule, scale):
     "headloom::delta_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor k, Tensor v, Tensor beta, Tensor u, Tensor out, Tensor lse, Tensor? documents, "
-    "Tensor? pairs, int[] rule, float scale) -> (Tensor, Tensor, Tensor)",
+    "Tensor? pairs, SymInt[] rule, float scale) -> (Tensor, Tensor, Tensor)",
 )
 def delta_backward(grad, k, v, beta, u, out, lse, documents, pairs, rule, scale):
     past, K, V = rule[1] - rule[0], k.shape[-1], v.shape[-1]

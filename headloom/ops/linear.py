@@ -22,7 +22,8 @@ def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, visibility: Visibilit
     """The sums (B, H, T, V); query head h reads head h // (H // G) of k and v. What sees nothing is 0."""
     T, past = visibility.T, visibility.past
     pairs = visibility.window is not None or visibility.pairs_BTS is not None
-    if pairs or chunk >= T:
+    # an exported graph leaves lengths open: it has one block, and neither chunks nor blocks that follow from them
+    if torch.compiler.is_exporting() or pairs or chunk >= T:
         return _blocks(q_BHTK, k_BGSK, v_BGSV, visibility)
     documents = visibility.documents_BS
     if documents is None and not visibility.causal:
@@ -50,6 +51,8 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
         visible = visibility.dense(first, last, device=q.device)
         return _per_group(products(q[:, :, first:last], k, visible), v)
 
+    if torch.compiler.is_exporting():
+        return block(q, k, v, 0, T)
     rows = max(1, _BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * visibility.S))
     if rows >= T:
         return block(q, k, v, 0, T)

@@ -240,6 +240,8 @@ def lower(visibility: Visibility, batch: int, pseudo: int = 1, virtual: bool = F
     """
     if visibility.pairs_BTS is not None or (virtual and pseudo > 1 and not visibility.causal):
         return None
+    if torch.compiler.is_exporting():  # pieces follow from lengths, which an exported graph leaves open
+        return None
     T, S, past = visibility.T, visibility.S, visibility.past
     common = (visibility.causal, visibility.window, pseudo, virtual)
     documents_BS = visibility.documents_BS

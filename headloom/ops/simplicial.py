@@ -140,7 +140,7 @@ def _add_at(total_BGSK: Tensor, places: Tensor, x: Tensor) -> None:
 
 
 _SCHEMA = (
-    "Tensor q, Tensor k1, Tensor k2, Tensor v1, Tensor v2, {}Tensor? documents, Tensor? pairs, int[] rule, "
+    "Tensor q, Tensor k1, Tensor k2, Tensor v1, Tensor v2, {}Tensor? documents, Tensor? pairs, SymInt[] rule, "
     "int[] pieces, bool masked, float scale"
 )
 

@@ -93,3 +93,21 @@ def test_training_lengths_share_a_graph(mixed, ids, counting):
     for T in (7, 9, 12):
         torch.testing.assert_close(compiled(ids(2, T)).logits, model(ids(2, T)).logits, **CLOSE)
     assert counting.graphs == 2, "the first length, and any length"
+
+
+def test_an_exported_graft_serves_every_length(llama, ids):
+    class Logits(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model(x, use_cache=False).logits
+
+    model = llama().eval()
+    graft(model, "iha", pseudo_heads=2)
+    length = {1: torch.export.Dim("T", min=2, max=1000)}
+    program = torch.export.export(Logits(model), (ids(1, 12),), dynamic_shapes=(length,)).module()
+    for T in (2, 19):
+        x = ids(1, T)
+        torch.testing.assert_close(program(x), model(x).logits, rtol=0, atol=1e-10)
