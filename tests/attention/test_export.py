@@ -1,4 +1,4 @@
-"""torch.export with an open batch and length: its program gives the eager outputs at other sizes than the traced ones."""
+"""torch.export with an open batch and length: its program gives the eager outputs at sizes that it was not traced at."""
 
 import io
 
