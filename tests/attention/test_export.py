@@ -1,4 +1,4 @@
-"""torch.export with an open batch and length: its program gives the eager outputs at sizes that it was not traced at."""
+"""torch.export with an open batch and length: its program gives the eager outputs at sizes it was not traced at."""
 
 import io
 
