@@ -64,7 +64,7 @@ def finetune(
     """
     arms = arms_of(model, to, settings or [], layers, allow_change, original, only_grafted)
     from headloom.data import load_corpus
-    from headloom.lab.progress import Bar
+    from headloom.lab.run.progress import Bar
     from headloom.train.finetune import finetune as run
 
     keep_freed()
@@ -109,7 +109,7 @@ def arms_of(
     """What is trained. A MODEL that is a graft already is compared with `original`; any other is grafted here and
     compared with itself."""
     from headloom.core.errors import HeadloomError
-    from headloom.lab.names import check_name
+    from headloom.lab.spec.names import check_name
 
     if to is not None:
         check_name(to.partition(":")[0].strip(), schedules=False)
@@ -148,7 +148,7 @@ def show(found: dict[str, Any], out: Path) -> None:
     """The table, what the difference is, and where the models are."""
     from rich.table import Table
 
-    from headloom.lab.statistics import paired_difference, spread
+    from headloom.lab.results.statistics import paired_difference, spread
 
     screen = console()
     table = Table(pad_edge=False)

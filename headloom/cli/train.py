@@ -49,7 +49,7 @@ def train(
     """
     import yaml
 
-    from headloom.lab.progress import Bar
+    from headloom.lab.run.progress import Bar
     from headloom.train.file import train_text
 
     given: dict[str, Any] = {
@@ -107,13 +107,13 @@ def _changed(file: Path, given: dict[str, Any]) -> tuple[RunConfig, Text]:
 
 def _from_options(variant: str, size_name: str, given: dict[str, Any]) -> tuple[RunConfig, Text]:
     """The size's run of a variant, with what was given over it."""
-    from headloom.lab.sizes import get_size
-    from headloom.lab.variants import defaults, parse_variant, with_defaults
+    from headloom.lab.spec.sizes import get_size
+    from headloom.lab.spec.variants import defaults, parse_variant, with_defaults
     from headloom.train.file import parse_run
 
     size = get_size(size_name)
     found = with_defaults(parse_variant(variant or defaults().reference), {})
-    from headloom.attention.schedules import layers_of  # imports torch
+    from headloom.mechanism.schedules import layers_of  # imports torch
 
     tokens = given.get("tokens", size.tokens)
     layers = layers_of(
