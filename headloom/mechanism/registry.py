@@ -133,7 +133,7 @@ _OWN: Any = _Own()
 
 
 def attention(
-    name: str,
+    name: str | AttentionConfig,
     hidden_size: int = _OWN,
     num_heads: int = _OWN,
     *,
@@ -157,12 +157,12 @@ def attention(
     scale: float | None = _OWN,
     **options: Any,
 ) -> Attention:
-    """An attention module: `attention("iha", hidden_size=256, num_heads=8, pseudo_heads=4)`.
+    """An attention module: `attention("iha", hidden_size=256, num_heads=8, pseudo_heads=4)`, or of a whole config.
 
     The module takes x (B, T, D) and gives (B, T, D); `help(type(module).forward)` has its other arguments.
 
     Args:
-        name: of a mechanism; `headloom list`, or `hl.mechanisms()`, has them.
+        name: of a mechanism; `headloom list`, or `hl.mechanisms()`, has them. Or a mechanism's config, which says all.
         hidden_size: D. num_heads: H. These two must be given. The others are the mechanism's where they are not:
             `headloom list NAME` prints what each means, may be and costs.
         options: the mechanism's own (pseudo_heads of iha, say), and sizes of its base.
@@ -170,6 +170,13 @@ def attention(
         HeadloomError: an unknown name or option (with the near ones), a wrong value, sizes that do not go together.
     """
     common = {field: value for field, value in locals().items() if field in _COMMON and value is not _OWN}
+    if isinstance(name, AttentionConfig):
+        if common or options:
+            raise HeadloomError(
+                f"{', '.join((*common, *options))} beside a {type(name).__name__}, which says all: give "
+                "config.replace(...), or a mechanism's name and its options"
+            )
+        return build_from_config(name)
     return build_from_config(make_config(name, **common, **options))
 
 

@@ -27,6 +27,8 @@ def x():
 
 def test_sizes_by_place_are_those_by_name():
     assert hl.attention("iha", 64, 4).config == hl.attention("iha", hidden_size=64, num_heads=4).config
+    config = hl.make_config("iha", hidden_size=64, num_heads=4, pseudo_heads=2)
+    assert hl.attention(config).config is config
 
 
 def test_a_boolean_mask_is_its_dense(attn, x):
@@ -68,6 +70,7 @@ def test_a_boolean_mask_is_its_dense(attn, x):
         (lambda a, x: hl.maps(a, torch.zeros(1, 4).long()), [f"shape (B, T, {D})"]),
         (lambda a, x: hl.attention(3, 64, 4), ["a mechanism's name must be a text", "not 3"]),
         (lambda a, x: hl.attention("iha"), ["iha needs hidden_size and num_heads"]),
+        (lambda a, x: hl.attention(a.config, causal=False), ["causal beside a IHAConfig", "config.replace"]),
         (lambda a, x: hl.attention("iha", 64, 4, window="w"), ["window must be an int or None, not 'w'"]),
         (lambda a, x: hl.schedule(3, num_layers=2), ["give a schedule's name", "not 3"]),
         (lambda a, x: hl.schedule([3], num_layers=2), ["a mechanism's name or (name, options), not 3"]),

@@ -80,7 +80,7 @@ def test_value_and_query_widths_are_not_padded():
 def test_full_convention_equals_pytorchs_counter_on_plain_products(name: str):
     """Case 26: full scores count as matmul - softmax - matmul; parts add up; backward is twice forward."""
     config = hl.mechanisms()[name].config_cls.tiny()
-    attn = hl.attention.build_from_config(config)
+    attn = hl.attention(config)
     x = torch.randn(2, 7, config.hidden_size)
     if (type(attn).score, type(attn).core) == (
         Attention.score,
