@@ -146,6 +146,7 @@ def compare(
     from headloom.lab.compare import compare as run
     from headloom.lab.progress import Bar
 
+    bar = Bar()
     with only_json_on_stdout(as_json) as stdout:
         try:
             comparison = run(
@@ -171,7 +172,7 @@ def compare(
                 compile=compiled,
                 track=track,
                 out=out,
-                progress=Bar(),
+                progress=bar,
             )
         except Interrupted as stopped:
             typer.echo(str(stopped), err=True)
@@ -181,19 +182,19 @@ def compare(
                 {"folder": str(comparison.folder), "report": str(comparison.report), **comparison.results}, stdout
             )
         else:
-            show(comparison)
+            show(comparison, bar.noted)
     if comparison.failed:
         raise typer.Exit(RUN_FAILED)
 
 
-def show(comparison: Comparison) -> None:
-    """The table, the sentences and where the page is, for a terminal."""
-    show_folder(comparison.folder)
+def show(comparison: Comparison, noted: Sequence[str] = ()) -> None:
+    """The table, the sentences and where the page is, for a terminal. noted: notes that were said before."""
+    show_folder(comparison.folder, noted)
     console().print(f"The page: {comparison.report}", markup=False, soft_wrap=True)
 
 
-def show_folder(folder: Path) -> None:
-    """The table and the sentences of a study's folder."""
+def show_folder(folder: Path, noted: Sequence[str] = ()) -> None:
+    """The table and the sentences of a study's folder, those left out that are in `noted`."""
     from headloom.report import tables
     from headloom.report.records import read_study
 
@@ -205,7 +206,8 @@ def show_folder(folder: Path) -> None:
         if row.problem:
             out.print(f"{row.label}: {row.problem}", markup=False, soft_wrap=True)
     said = study.results
-    for line in (*said["notes"], *said.get("warnings", ()), *said["headlines"]):
+    notes = [note for note in said["notes"] if note not in noted]
+    for line in (*notes, *said.get("warnings", ()), *said["headlines"]):
         out.print(line, markup=False, soft_wrap=True)
 
 

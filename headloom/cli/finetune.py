@@ -21,6 +21,8 @@ from headloom.cli.graft import AllowChange, Layers, Model, Settings, To, mechani
 from headloom.core.heap import keep_freed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headloom.train.finetune import Arm
 
 GRAFTED, UNGRAFTED = "grafted", "ungrafted"
@@ -94,7 +96,7 @@ def finetune(
         if as_json:
             print_json({"folder": str(out), **found}, stdout)
         else:
-            show(found, out)
+            show(found, out, bar.noted)
 
 
 def arms_of(
@@ -144,8 +146,8 @@ def arms_of(
     return {**arms, UNGRAFTED: Arm(source)}
 
 
-def show(found: dict[str, Any], out: Path) -> None:
-    """The table, what the difference is, and where the models are."""
+def show(found: dict[str, Any], out: Path, noted: Sequence[str] = ()) -> None:
+    """The table, what the difference is, and where the models are. noted: notes that were said before."""
     from rich.table import Table
 
     from headloom.lab.statistics import paired_difference, spread
@@ -168,7 +170,8 @@ def show(found: dict[str, Any], out: Path) -> None:
             f"{sum(run['train_seconds'] for run in runs):.0f}",
         )
     screen.print(table)
-    for line in (next(iter(found["arms"].values()))["before"]["text"], *found["notes"]):
+    notes = [note for note in found["notes"] if note not in noted]
+    for line in (next(iter(found["arms"].values()))["before"]["text"], *notes):
         screen.print(line, markup=False, soft_wrap=True)
     for arm in found["arms"].values():
         if arm["before"]["graft"]:

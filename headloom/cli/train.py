@@ -88,8 +88,6 @@ def train(
         if as_json:
             print_json({"folder": str(out), **result.to_dict()}, stdout)
             return
-        for note in result.notes:
-            console().print(note, markup=False, soft_wrap=True)
         console().print(
             f"{run.name}: {result.bits_per_byte:.4f} bits per byte on {result.validation_bytes:,} bytes after "
             f"{run.steps:,} steps ({result.tokens:,} tokens, {result.train_seconds:.1f} s); "
