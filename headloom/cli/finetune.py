@@ -18,6 +18,7 @@ from headloom.cli.common import (
     print_json,
 )
 from headloom.cli.graft import AllowChange, Layers, Model, Settings, To, mechanism_of
+from headloom.cli.groups import MACHINE, MODEL, TEXT, TRAINING, WHAT, in_panels
 from headloom.core.heap import keep_freed
 
 if TYPE_CHECKING:
@@ -26,9 +27,17 @@ if TYPE_CHECKING:
     from headloom.train.finetune import Arm
 
 GRAFTED, UNGRAFTED = "grafted", "ungrafted"
+PANELS = {
+    WHAT: "to settings layers allow_change original only_grafted seeds",
+    MODEL: "tokens",
+    TEXT: "data text_column limit_bytes validation_bytes",
+    TRAINING: "steps batch_size accumulation_steps learning_rate mix_learning_rate",
+    MACHINE: "threads dtype out as_json",
+}
 
 
 @ends_with_status
+@in_panels(PANELS)
 def finetune(
     model: Model,
     data: Annotated[str, typer.Option(help=f"stdlib, {DATA_KINDS}.")],
