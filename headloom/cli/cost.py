@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headloom.cli.common import Json, Size, console, ends_with_status, print_json
+from headloom.cli.groups import MACHINE, MODEL, WHAT, in_panels
 
 if TYPE_CHECKING:
     from headloom.costs.count import Cost
@@ -20,6 +21,7 @@ _AVERAGED = ("parameters", "flops_exact", "flops_full", "cache_bytes_per_token")
 
 
 @ends_with_status
+@in_panels({WHAT: "settings", MODEL: "size tokens", MACHINE: "dtype as_json"})
 def cost(
     variants: Annotated[
         str,

@@ -61,19 +61,20 @@ def run(
 
     given = {"engine.name": engine, "engine.address": address, "engine.track": track, "evaluations": evaluations}
     settings = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    bar = Bar()
     with only_json_on_stdout(as_json) as stdout:
         written = Study.from_yaml(study, size=size, settings=settings)
         words = ["headloom", "study", "run", study, *(["--size", size] if size else [])]
         words += [word for setting in settings for word in ("--set", setting)]
         try:
-            found = run_study(written, command=shlex.join(words), out=out, progress=Bar())
+            found = run_study(written, command=shlex.join(words), out=out, progress=bar)
         except Interrupted as stopped:
             typer.echo(str(stopped), err=True)
             raise typer.Exit(INTERRUPTED) from None
         if as_json:
             print_json({"folder": str(found.folder), "report": str(found.report), **found.results}, stdout)
         else:
-            show(found)
+            show(found, bar.noted)
             console().print(found.results["summary"], markup=False, soft_wrap=True)
     if found.failed:
         raise typer.Exit(RUN_FAILED)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headloom.cli.common import DATA_KINDS, Json, TextColumn, console, ends_with_status, only_json_on_stdout, print_json
+from headloom.cli.groups import MACHINE, MODEL, TEXT, TRAINING, WHAT, in_panels
 from headloom.core.errors import HeadloomError
 from headloom.core.heap import keep_freed
 
@@ -16,7 +17,17 @@ if TYPE_CHECKING:
     from headloom.train.file import Text
 
 
+PANELS = {
+    WHAT: "variant",
+    MODEL: "size",
+    TEXT: "data text_column tokenizer",
+    TRAINING: "steps learning_rate seed evaluations settings",
+    MACHINE: "compiled checkpoint_activations track save_model out as_json",
+}
+
+
 @ends_with_status
+@in_panels(PANELS)
 def train(
     file: Annotated[Path | None, typer.Argument(help="A run's YAML file. Without one, the options say it.")] = None,
     variant: Annotated[str | None, typer.Option(help="iha:pseudo_heads=2, say. Default: mha.")] = None,
@@ -88,8 +99,6 @@ def train(
         if as_json:
             print_json({"folder": str(out), **result.to_dict()}, stdout)
             return
-        for note in result.notes:
-            console().print(note, markup=False, soft_wrap=True)
         console().print(
             f"{run.name}: {result.bits_per_byte:.4f} bits per byte on {result.validation_bytes:,} bytes after "
             f"{run.steps:,} steps ({result.tokens:,} tokens, {result.train_seconds:.1f} s); "

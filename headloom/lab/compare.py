@@ -120,7 +120,7 @@ def compare(
         parsed = parse_variants(variants, settings)
         study = make_study(parsed)
         spec = resolve(study, kind="compare", variants=parsed)
-        return _run(study, spec, compare_command(spec), out, "headloom-compare", progress, report)
+        return _run(study, spec, compare_command(spec, track), out, "headloom-compare", progress, report)
 
 
 def run_study(
@@ -240,8 +240,9 @@ def comparison_study(
         raise HeadloomError(line) from None
 
 
-def compare_command(spec: StudySpec) -> str:
-    """The command line that makes a comparison, with nothing left to a default."""
+def compare_command(spec: StudySpec, track: str | None = None) -> str:
+    """The command line that makes a comparison, with nothing left to a default. track: as --track, which is no part of
+    what is compared."""
     shape, rate, size = spec.variants[0].shape, spec.learning_rates[0], get_size(spec.size)
     own = {"layers": shape.num_layers, "width": shape.hidden_size, "heads": shape.num_heads}
     usual = {"layers": size.num_layers, "width": size.hidden_size, "heads": size.num_heads}
@@ -262,6 +263,7 @@ def compare_command(spec: StudySpec) -> str:
         "--threads": spec.threads,
         **({} if spec.device is None else {"--device": spec.device}),
         **({} if spec.dtype == "float32" else {"--dtype": spec.dtype}),
+        **({} if track is None else {"--track": track}),
     }
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     return shlex.join(["headloom", "compare", *words, *(["--compile"] if spec.compile else [])])

@@ -42,6 +42,7 @@ def test_compare_writes_the_study_and_prints_the_table(compared):
     for headline in results["headlines"]:
         assert headline in done.stdout
     assert f"The page: {folder}/report.html" in done.stdout
+    assert all(done.output.count(note) == 1 for note in results["notes"]), "on stderr before the runs, or at the end"
     assert "4/4 sas seed 1:" in done.stderr
     assert "4/4 sas seed 1:" not in done.stdout
 

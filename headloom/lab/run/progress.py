@@ -55,7 +55,7 @@ def told(progress: Progress | bool | None) -> Progress:
 class Bar(Progress):
     """One bar over the steps of all runs on stderr, with the run that moved last, its loss and the time left.
 
-    Where stderr is no terminal, one line a run instead.
+    Where stderr is no terminal, one line a run instead. `noted`: what `note` has said, which need not be said again.
     """
 
     def __init__(self) -> None:
@@ -79,6 +79,7 @@ class Bar(Progress):
         self._runs = self._steps = 0
         self._names: dict[int, str] = {}
         self._made: dict[int, int] = {}
+        self.noted: list[str] = []
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -90,12 +91,16 @@ class Bar(Progress):
         self._bar.stop()
 
     def note(self, text: str) -> None:
+        self.noted.append(text)
+        self._line(text)
+
+    def _line(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def stage(self, text: str) -> None:
         self._bar.update(self._task, description=text)
         if not self._live:
-            self.note(text)
+            self._line(text)
 
     def start(self, runs: int, steps: int, done: int) -> None:
         self._runs, self._steps = runs, steps
@@ -121,4 +126,4 @@ class Bar(Progress):
         )
 
     def ran(self, number: int, summary: str) -> None:
-        self.note(f"{self._names[number]}: {summary}")
+        self._line(f"{self._names[number]}: {summary}")
