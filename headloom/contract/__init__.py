@@ -1,1 +1,1 @@
-"""What every attention is: its dataflow, the bases it stands on, its options, and what of it folds into plain weights."""
+"""What every attention is: its dataflow, its bases, its options, and what of it folds into plain weights."""
