@@ -11,7 +11,7 @@ import torch
 
 from headloom.bench.speed import interleaved
 from headloom.core.errors import HeadloomError
-from headloom.train import records
+from headloom.core.machine import ran_on, versions
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHAPES = {"cpu": ((512, 512, 512), (1024, 1024, 1024), (4096, 1024, 1024)), "cuda": ((4096,) * 3, (8192,) * 3)}
@@ -84,8 +84,8 @@ class Setting:
         return {
             **{name: getattr(self, name) for name in fields},
             "threads": self.threads or torch.get_num_threads(),
-            "machine": records.ran_on(torch.cuda.get_device_name() if self.device == "cuda" else None),
-            "versions": records.versions(),
+            "machine": ran_on(torch.cuda.get_device_name() if self.device == "cuda" else None),
+            "versions": versions(),
         }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headloom.core.errors import HeadloomError, near
+from headloom.core.machine import cores
 from headloom.lab.spec.options import parse_options, show
 from headloom.lab.spec.resolved import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, VariantSpec, one_line
 from headloom.lab.spec.sizes import Size, gated_width, get_size
@@ -95,13 +96,6 @@ def _backbone(config: str | None) -> dict[str, Any]:
     from headloom.hf.grafting.backbone import read_backbone
 
     return read_backbone(config)
-
-
-def cores() -> int:
-    """Processor cores this process may use."""
-    from headloom.train.records import machine
-
-    return int(machine()["cores"])
 
 
 def _seeds(study: Study) -> tuple[int, ...]:
