@@ -12,7 +12,7 @@ from headloom.cli.graft import Dtype, Model
 
 
 @ends_with_status
-def generate(
+def generate_command(
     model: Model,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
@@ -30,7 +30,7 @@ def generate(
     from headloom.hf import checkpoints, generation
 
     with only_json_on_stdout(as_json) as stdout:
-        checkpoint = checkpoints.load(model, dtype=dtype, causal=True)
+        checkpoint = checkpoints.load_checkpoint(model, dtype=dtype, causal=True)
         found = generation.generate(
             checkpoint,
             prompt,

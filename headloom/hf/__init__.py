@@ -11,13 +11,14 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from headloom.hf.model.config import MODEL_TYPE, HeadloomConfig
+from headloom.hf.model.auto import HeadloomConfig
+from headloom.hf.model.config import MODEL_TYPE
 
 AutoConfig.register(MODEL_TYPE, HeadloomConfig, exist_ok=True)
 
 _LAZY = {
-    "FoldReport": "headloom.hf.grafting.fold",
-    "GraftReport": "headloom.hf.grafting.graft",
+    "FoldReport": "headloom.hf.model.reports",
+    "GraftReport": "headloom.hf.model.reports",
     "HFCache": "headloom.hf.model.cache",
     "build_model": "headloom.hf.grafting.build",
     "fold": "headloom.hf.grafting.fold",

@@ -22,14 +22,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vo
 
 
 @dataclasses.dataclass
-class Checkpoint:
+class LoadedModel:
     """A model in evaluation mode and its tokenizer (None where the folder has none)."""
 
     model: Any
     tokenizer: Any | None
 
 
-def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Checkpoint:
+def load_checkpoint(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> LoadedModel:
     """Read a checkpoint. No code from it is run.
 
     Args:
@@ -60,7 +60,7 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
     model.eval()
     if file:  # the weights are plain tensors by now; the marks that say otherwise would stop training, and be saved
         model.hf_quantizer.remove_quantization_config(model)
-    return Checkpoint(model, load_tokenizer(source))
+    return LoadedModel(model, load_tokenizer(source))
 
 
 def load_tokenizer(source: str | Path) -> Any | None:
@@ -93,13 +93,13 @@ def place_for(out: Path) -> Iterator[None]:
         yield
 
 
-def save(checkpoint: Checkpoint, out: Path) -> None:
+def save_checkpoint(loaded: LoadedModel, out: Path) -> None:
     """Write model and tokenizer to a new folder; a folder of that name is whole or absent. Raises HeadloomError."""
     new_folder(out)
     with whole_folder(out) as partial, _quiet():
-        checkpoint.model.save_pretrained(partial)
-        if checkpoint.tokenizer is not None:
-            checkpoint.tokenizer.save_pretrained(partial)
+        loaded.model.save_pretrained(partial)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(partial)
 
 
 def is_graft(source: str | Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headloom.core.errors import HeadloomError, near
-from headloom.hf.checkpoints import Checkpoint
+from headloom.hf.checkpoints import LoadedModel
 
 CACHES = ("dynamic", "static")
 
@@ -25,7 +25,7 @@ class Generated:
 
 
 def generate(
-    checkpoint: Checkpoint,
+    checkpoint: LoadedModel,
     prompt: str,
     *,
     max_new_tokens: int = 64,

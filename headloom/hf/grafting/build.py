@@ -12,9 +12,9 @@ import torch
 
 from headloom.contract.config import AttentionConfig
 from headloom.core.errors import HeadloomError
-from headloom.hf.model.attention import spec_of
 from headloom.hf.model.config import OWN_ROTARY, config_class, grafted_config
 from headloom.hf.model.family import family_named
+from headloom.hf.model.plan import LayerPlan
 from headloom.hf.model.rope import to_parameters
 from headloom.mechanism import layer_config
 from headloom.mechanism.schedules import as_spec, layers_of, whole
@@ -108,7 +108,10 @@ def build_model(
     }
     routed = _experts(experts=experts, experts_per_token=experts_per_token)
     config = config_class(backbone.name)(**backbone.own_config(sizes, [c.window for c in made], routed))
-    layers = [spec_of(backbone, config, i, c, name) for i, (name, c) in enumerate(zip(names, made, strict=True))]
+    layers = [
+        LayerPlan(i, name, c, backbone.common(config, i)).spec()
+        for i, (name, c) in enumerate(zip(names, made, strict=True))
+    ]
     register_heads(backbone)
     cls = model_class(backbone.name, backbone.head_classes()["AutoModelForCausalLM"])
     where = place if place.type == "meta" else contextlib.nullcontext()
