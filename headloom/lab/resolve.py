@@ -283,9 +283,24 @@ def check_budgets(spec: StudySpec) -> None:
             if spec.target(budget, variant) is None:
                 continue
             for knob in budget.knobs_of(variant):
+                if knob == "heads":
+                    _check_heads(spec, variant)
                 _check_knob(variant, budget, knob, turned, kept)
                 turned[knob] = budget.match
             kept.append(budget.match)
+
+
+def _check_heads(spec: StudySpec, variant: VariantSpec) -> None:
+    if spec.backbone is None:
+        return
+    from headloom.hf.family import family_named
+
+    family = family_named(spec.backbone["model_type"])
+    if not family.free_head_dim:
+        raise HeadloomError(
+            f"{variant.label}: the heads of a {family.name} model fill its width, so their number cannot be turned "
+            "while each keeps its width: turn another knob"
+        )
 
 
 def _check_knob(

@@ -9,8 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from headloom.bench.cost import model_flops
-from headloom.core.errors import HeadloomError
-from headloom.hf import build_around, fold
+from headloom.hf import build_around
 from headloom.hf.backbone import attention_facts, read_backbone, sized, sizes_of
 from headloom.hf.config import config_class
 from headloom.hf.family import Encoder, attentions, families
