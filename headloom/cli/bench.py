@@ -7,16 +7,23 @@ the best matrix product of the same run, in visible pairs (and in all pairs).
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headloom.cli.common import INTERRUPTED, Json, Size, console, ends_with_status, only_json_on_stdout, print_json
+from headloom.cli.common import (
+    INTERRUPTED,
+    Json,
+    Size,
+    console,
+    ends_with_status,
+    only_json_on_stdout,
+    print_json,
+)
+from headloom.cli.groups import MACHINE, MODEL, WHAT, in_panels, with_groups
 
 if TYPE_CHECKING:
     from headloom.bench.models import Shape
@@ -25,6 +32,11 @@ if TYPE_CHECKING:
 
 TRAINING = ("step", "train")
 """Modes of `speed` that are of whole models."""
+PANELS = {
+    WHAT: "variants settings modes part against against_plain against_hf",
+    MODEL: "size sizes hidden_size heads kv_heads head_dim tokens contexts new_tokens batch_size",
+    MACHINE: "device dtype threads return_memory compile repeats markdown out as_json",
+}
 
 bench = typer.Typer(
     help="Speed, memory and generation of the mechanisms, measured side by side on this machine.", no_args_is_help=True
@@ -77,7 +89,7 @@ class Common:
 
     def named(self) -> list[Named]:
         from headloom.bench.subjects import Named
-        from headloom.lab.variants import parse_variants
+        from headloom.lab.spec.variants import parse_variants
 
         parsed = parse_variants(self.variants, self.settings or [], at_least=1)
         return [Named(found.label, found.mechanism, dict(found.options), tuple(found.notes)) for found in parsed]
@@ -104,7 +116,7 @@ class Layer:
     def shape(self) -> Shape:
         """The whole model of the size, at the layer's sizes."""
         from headloom.bench.models import Shape
-        from headloom.lab.sizes import gated_width, get_size
+        from headloom.lab.spec.sizes import gated_width, get_size
 
         found, sizes = get_size(self.size), self.sizes()
         own = sizes.hidden_size == found.hidden_size
@@ -119,7 +131,7 @@ class Layer:
 
     def sizes(self) -> Sizes:
         from headloom.bench.subjects import Sizes
-        from headloom.lab.sizes import get_size
+        from headloom.lab.spec.sizes import get_size
 
         found = get_size(self.size)
         width = found.hidden_size if self.hidden_size is None else self.hidden_size
@@ -127,30 +139,9 @@ class Layer:
         return Sizes(width, heads, self.kv_heads, self.head_dim, found.rope_theta)
 
 
-def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """In place of a parameter whose type is a group above, the command gets that group's options."""
-    hints: dict[str, Any] = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if hint in (Common, Layer)}
-    options: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        inside = groups.get(name)
-        parameters = [parameter] if inside is None else list(inspect.signature(inside).parameters.values())
-        types = hints if inside is None else get_type_hints(inside, include_extras=True)
-        options += [option.replace(annotation=types[option.name]) for option in parameters]
-
-    @functools.wraps(command)
-    def wrapped(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
-        command(**given)
-
-    wrapped.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {option.name: option.annotation for option in options}
-    return wrapped
-
-
 @bench.command("speed")
 @ends_with_status
+@in_panels(PANELS)
 @with_groups
 def speed(
     common: Common,
@@ -209,6 +200,7 @@ def speed(
 
 @bench.command("memory")
 @ends_with_status
+@in_panels(PANELS)
 @with_groups
 def memory(
     common: Common,
@@ -233,6 +225,7 @@ def memory(
 
 @bench.command("decode")
 @ends_with_status
+@in_panels(PANELS)
 @with_groups
 def decode(
     common: Common,
@@ -257,6 +250,7 @@ def decode(
 
 @bench.command("models")
 @ends_with_status
+@in_panels(PANELS)
 @with_groups
 def models(
     common: Common,

@@ -17,6 +17,7 @@ from headloom.cli.common import (
     only_json_on_stdout,
     print_json,
 )
+from headloom.cli.groups import MACHINE, MODEL, TEXT, TRAINING, WHAT, in_panels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,114 +28,79 @@ if TYPE_CHECKING:
     from headloom.report.tables import Row
 
 WIDE = 195
-
-
-WHAT, MODEL, TEXT, TRAINING, MACHINE = (
-    "What is compared",
-    "The model",
-    "The text",
-    "Training",
-    "The machine and the result",
-)
+PANELS = {
+    WHAT: "variants settings seeds",
+    MODEL: "size layers width heads config tokens",
+    TEXT: "data text_column tokenizer",
+    TRAINING: "steps batch_size learning_rate evaluations",
+    MACHINE: "threads device dtype compiled track out as_json",
+}
 
 
 @ends_with_status
+@in_panels(PANELS)
 def compare(
     variants: Annotated[
         str | None,
         typer.Option(
             help="Names, each with options after colons: mha,iha:pseudo_heads=2:order=token,sas:base=mqa. "
-            "headloom list has the names, headloom list NAME the options. Default: mha,gqa,iha,sas.",
-            rich_help_panel=WHAT,
+            "headloom list has the names, headloom list NAME the options. Default: mha,gqa,iha,sas."
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="iha.pseudo_heads=2: for every variant of that name. Repeatable.", rich_help_panel=WHAT
-        ),
+        typer.Option("--set", help="iha.pseudo_heads=2: for every variant of that name. Repeatable."),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.", rich_help_panel=WHAT)] = 4,
+    seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.")] = 4,
     size: Annotated[
         str,
-        typer.Option(help="tiny, small, 125M, 350M, 1.3B, 2.4B, 2.7B, 6.7B or 10.6B.", rich_help_panel=MODEL),
+        typer.Option(help="tiny, small, 125M, 350M, 1.3B, 2.4B, 2.7B, 6.7B or 10.6B."),
     ] = "tiny",
-    layers: Annotated[int | None, typer.Option(help="Layers. Default: the size's.", rich_help_panel=MODEL)] = None,
-    width: Annotated[int | None, typer.Option(help="Width D. Default: the size's.", rich_help_panel=MODEL)] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads H. Default: the size's.", rich_help_panel=MODEL)] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers. Default: the size's.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width D. Default: the size's.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads H. Default: the size's.")] = None,
     config: Annotated[
         str | None,
         typer.Option(
             help="A Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with its own "
-            "attention. What a variant leaves open (key/value heads, windows, biases) is the config's.",
-            rich_help_panel=MODEL,
+            "attention. What a variant leaves open (key/value heads, windows, biases) is the config's."
         ),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option("--tokens", "--context", help="Context in tokens. Default: the size's.", rich_help_panel=MODEL),
+        typer.Option("--tokens", "--context", help="Context in tokens. Default: the size's."),
     ] = None,
-    data: Annotated[
-        str, typer.Option(help=f"stdlib (Python's own source), {DATA_KINDS}.", rich_help_panel=TEXT)
-    ] = "stdlib",
+    data: Annotated[str, typer.Option(help=f"stdlib (Python's own source), {DATA_KINDS}.")] = "stdlib",
     text_column: Annotated[
         str | None,
-        typer.Option(
-            help="Of tables and saved or hub data sets: the column with the text. Default: text.", rich_help_panel=TEXT
-        ),
+        typer.Option(help="Of tables and saved or hub data sets: the column with the text. Default: text."),
     ] = None,
     tokenizer: Annotated[
         str,
-        typer.Option(
-            help="bytes, bpe:4096, a folder with a saved tokenizer, or the hub's owner/name.", rich_help_panel=TEXT
-        ),
+        typer.Option(help="bytes, bpe:4096, a folder with a saved tokenizer, or the hub's owner/name."),
     ] = "bytes",
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps of every run. Default: the size's.", rich_help_panel=TRAINING)
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Sequences a step. Default: the size's.", rich_help_panel=TRAINING)
-    ] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option(help="Peak learning rate. Default: the size's.", rich_help_panel=TRAINING)
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps of every run. Default: the size's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: the size's.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate. Default: the size's.")] = None,
     evaluations: Annotated[
         int,
-        typer.Option(
-            help="Validations along every run, for its curve, besides the one at the end; 0: none.",
-            rich_help_panel=TRAINING,
-        ),
+        typer.Option(help="Validations along every run, for its curve, besides the one at the end; 0: none."),
     ] = 10,
-    dtype: Annotated[
-        str, typer.Option(help="float32, or bfloat16 (autocast over float32 weights).", rich_help_panel=TRAINING)
-    ] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 (autocast over float32 weights).")] = "float32",
     threads: Annotated[
         int | None,
-        typer.Option(
-            help="Processor threads of a run. Default: the size's (tiny: 1), or all this process may use.",
-            rich_help_panel=MACHINE,
-        ),
+        typer.Option(help="Processor threads of a run. Default: the size's (tiny: 1), or all this process may use."),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="auto (CUDA where there is one), cpu or cuda.", rich_help_panel=MACHINE)
-    ] = "auto",
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the models (torch.compile, inductor).", rich_help_panel=MACHINE)
-    ] = False,
-    track: Annotated[
-        str | None, typer.Option(help="tensorboard, trackio, or wandb (offline).", rich_help_panel=MACHINE)
-    ] = None,
+    device: Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda.")] = "auto",
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the models (torch.compile, inductor).")] = False,
+    track: Annotated[str | None, typer.Option(help="tensorboard, trackio, or wandb (offline).")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the study. Default: headloom-compare, or the next free number.", rich_help_panel=MACHINE
-        ),
+        typer.Option(help="Folder of the study. Default: headloom-compare, or the next free number."),
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option(
-            "--json", help="Print the result as JSON on stdout and nothing else there.", rich_help_panel=MACHINE
-        ),
+        typer.Option("--json", help="Print the result as JSON on stdout and nothing else there."),
     ] = False,
 ) -> None:
     """Train attention variants on the same text at equal parameters and compare them.
@@ -144,8 +110,9 @@ def compare(
     """
     from headloom.lab.compare import Interrupted
     from headloom.lab.compare import compare as run
-    from headloom.lab.progress import Bar
+    from headloom.lab.run.progress import Bar
 
+    bar = Bar()
     with only_json_on_stdout(as_json) as stdout:
         try:
             comparison = run(
@@ -171,7 +138,7 @@ def compare(
                 compile=compiled,
                 track=track,
                 out=out,
-                progress=Bar(),
+                progress=bar,
             )
         except Interrupted as stopped:
             typer.echo(str(stopped), err=True)
@@ -181,19 +148,19 @@ def compare(
                 {"folder": str(comparison.folder), "report": str(comparison.report), **comparison.results}, stdout
             )
         else:
-            show(comparison)
+            show(comparison, bar.noted)
     if comparison.failed:
         raise typer.Exit(RUN_FAILED)
 
 
-def show(comparison: Comparison) -> None:
-    """The table, the sentences and where the page is, for a terminal."""
-    show_folder(comparison.folder)
+def show(comparison: Comparison, noted: Sequence[str] = ()) -> None:
+    """The table, the sentences and where the page is, for a terminal. noted: notes that were said before."""
+    show_folder(comparison.folder, noted)
     console().print(f"The page: {comparison.report}", markup=False, soft_wrap=True)
 
 
-def show_folder(folder: Path) -> None:
-    """The table and the sentences of a study's folder."""
+def show_folder(folder: Path, noted: Sequence[str] = ()) -> None:
+    """The table and the sentences of a study's folder, those left out that are in `noted`."""
     from headloom.report import tables
     from headloom.report.records import read_study
 
@@ -205,7 +172,8 @@ def show_folder(folder: Path) -> None:
         if row.problem:
             out.print(f"{row.label}: {row.problem}", markup=False, soft_wrap=True)
     said = study.results
-    for line in (*said["notes"], *said.get("warnings", ()), *said["headlines"]):
+    notes = [note for note in said["notes"] if note not in noted]
+    for line in (*notes, *said.get("warnings", ()), *said["headlines"]):
         out.print(line, markup=False, soft_wrap=True)
 
 

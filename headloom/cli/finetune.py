@@ -18,15 +18,26 @@ from headloom.cli.common import (
     print_json,
 )
 from headloom.cli.graft import AllowChange, Layers, Model, Settings, To, mechanism_of
+from headloom.cli.groups import MACHINE, MODEL, TEXT, TRAINING, WHAT, in_panels
 from headloom.core.heap import keep_freed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headloom.train.finetune import Arm
 
 GRAFTED, UNGRAFTED = "grafted", "ungrafted"
+PANELS = {
+    WHAT: "to settings layers allow_change original only_grafted seeds",
+    MODEL: "tokens",
+    TEXT: "data text_column limit_bytes validation_bytes",
+    TRAINING: "steps batch_size accumulation_steps learning_rate mix_learning_rate",
+    MACHINE: "threads dtype out as_json",
+}
 
 
 @ends_with_status
+@in_panels(PANELS)
 def finetune(
     model: Model,
     data: Annotated[str, typer.Option(help=f"stdlib, {DATA_KINDS}.")],
@@ -64,7 +75,7 @@ def finetune(
     """
     arms = arms_of(model, to, settings or [], layers, allow_change, original, only_grafted)
     from headloom.data import load_corpus
-    from headloom.lab.progress import Bar
+    from headloom.lab.run.progress import Bar
     from headloom.train.finetune import finetune as run
 
     keep_freed()
@@ -94,7 +105,7 @@ def finetune(
         if as_json:
             print_json({"folder": str(out), **found}, stdout)
         else:
-            show(found, out)
+            show(found, out, bar.noted)
 
 
 def arms_of(
@@ -109,7 +120,7 @@ def arms_of(
     """What is trained. A MODEL that is a graft already is compared with `original`; any other is grafted here and
     compared with itself."""
     from headloom.core.errors import HeadloomError
-    from headloom.lab.names import check_name
+    from headloom.lab.spec.names import check_name
 
     if to is not None:
         check_name(to.partition(":")[0].strip(), schedules=False)
@@ -144,11 +155,11 @@ def arms_of(
     return {**arms, UNGRAFTED: Arm(source)}
 
 
-def show(found: dict[str, Any], out: Path) -> None:
-    """The table, what the difference is, and where the models are."""
+def show(found: dict[str, Any], out: Path, noted: Sequence[str] = ()) -> None:
+    """The table, what the difference is, and where the models are. noted: notes that were said before."""
     from rich.table import Table
 
-    from headloom.lab.statistics import paired_difference, spread
+    from headloom.lab.results.statistics import paired_difference, spread
 
     screen = console()
     table = Table(pad_edge=False)
@@ -168,7 +179,8 @@ def show(found: dict[str, Any], out: Path) -> None:
             f"{sum(run['train_seconds'] for run in runs):.0f}",
         )
     screen.print(table)
-    for line in (next(iter(found["arms"].values()))["before"]["text"], *found["notes"]):
+    notes = [note for note in found["notes"] if note not in noted]
+    for line in (next(iter(found["arms"].values()))["before"]["text"], *notes):
         screen.print(line, markup=False, soft_wrap=True)
     for arm in found["arms"].values():
         if arm["before"]["graft"]:

@@ -58,9 +58,9 @@ def graft(
 def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The mechanism and its options from --to and --set, which wins; where neither gives one, the comparison's default,
     which is said on stderr. Unknown names give the near ones."""
-    from headloom.lab.names import check_name
-    from headloom.lab.options import parse_options, split_pair
-    from headloom.lab.variants import parse_variant, with_defaults
+    from headloom.lab.spec.names import check_name
+    from headloom.lab.spec.options import parse_options, split_pair
+    from headloom.lab.spec.variants import parse_variant, with_defaults
 
     name = text.partition(":")[0].strip()
     check_name(name, schedules=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headloom.cli.common import DATA_KINDS, Json, TextColumn, console, ends_with_status, only_json_on_stdout, print_json
+from headloom.cli.groups import MACHINE, MODEL, TEXT, TRAINING, WHAT, in_panels
 from headloom.core.errors import HeadloomError
 from headloom.core.heap import keep_freed
 
@@ -16,7 +17,17 @@ if TYPE_CHECKING:
     from headloom.train.file import Text
 
 
+PANELS = {
+    WHAT: "variant",
+    MODEL: "size",
+    TEXT: "data text_column tokenizer",
+    TRAINING: "steps learning_rate seed evaluations settings",
+    MACHINE: "compiled checkpoint_activations track save_model out as_json",
+}
+
+
 @ends_with_status
+@in_panels(PANELS)
 def train(
     file: Annotated[Path | None, typer.Argument(help="A run's YAML file. Without one, the options say it.")] = None,
     variant: Annotated[str | None, typer.Option(help="iha:pseudo_heads=2, say. Default: mha.")] = None,
@@ -49,7 +60,7 @@ def train(
     """
     import yaml
 
-    from headloom.lab.progress import Bar
+    from headloom.lab.run.progress import Bar
     from headloom.train.file import train_text
 
     given: dict[str, Any] = {
@@ -88,8 +99,6 @@ def train(
         if as_json:
             print_json({"folder": str(out), **result.to_dict()}, stdout)
             return
-        for note in result.notes:
-            console().print(note, markup=False, soft_wrap=True)
         console().print(
             f"{run.name}: {result.bits_per_byte:.4f} bits per byte on {result.validation_bytes:,} bytes after "
             f"{run.steps:,} steps ({result.tokens:,} tokens, {result.train_seconds:.1f} s); "
@@ -107,13 +116,13 @@ def _changed(file: Path, given: dict[str, Any]) -> tuple[RunConfig, Text]:
 
 def _from_options(variant: str, size_name: str, given: dict[str, Any]) -> tuple[RunConfig, Text]:
     """The size's run of a variant, with what was given over it."""
-    from headloom.lab.sizes import get_size
-    from headloom.lab.variants import defaults, parse_variant, with_defaults
+    from headloom.lab.spec.sizes import get_size
+    from headloom.lab.spec.variants import defaults, parse_variant, with_defaults
     from headloom.train.file import parse_run
 
     size = get_size(size_name)
     found = with_defaults(parse_variant(variant or defaults().reference), {})
-    from headloom.attention.schedules import layers_of  # imports torch
+    from headloom.mechanism.schedules import layers_of  # imports torch
 
     tokens = given.get("tokens", size.tokens)
     layers = layers_of(

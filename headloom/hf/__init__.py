@@ -11,21 +11,21 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from headloom.hf.config import MODEL_TYPE, HeadloomConfig
+from headloom.hf.model.config import MODEL_TYPE, HeadloomConfig
 
 AutoConfig.register(MODEL_TYPE, HeadloomConfig, exist_ok=True)
 
 _LAZY = {
-    "FoldReport": "headloom.hf.folding",
-    "GraftReport": "headloom.hf.grafting",
-    "HFCache": "headloom.hf.cache",
-    "build_around": "headloom.hf.build",
-    "build_model": "headloom.hf.build",
-    "fold": "headloom.hf.folding",
-    "graft": "headloom.hf.grafting",
-    "mix_names": "headloom.hf.groups",
-    "no_decay_names": "headloom.hf.groups",
-    "parameter_groups": "headloom.hf.groups",
+    "FoldReport": "headloom.hf.grafting.fold",
+    "GraftReport": "headloom.hf.grafting.graft",
+    "HFCache": "headloom.hf.model.cache",
+    "build_around": "headloom.hf.grafting.build",
+    "build_model": "headloom.hf.grafting.build",
+    "fold": "headloom.hf.grafting.fold",
+    "graft": "headloom.hf.grafting.graft",
+    "mix_names": "headloom.hf.grafting.groups",
+    "no_decay_names": "headloom.hf.grafting.groups",
+    "parameter_groups": "headloom.hf.grafting.groups",
 }
 
 

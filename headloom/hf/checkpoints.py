@@ -14,8 +14,8 @@ import torch
 from headloom.core.errors import HeadloomError, near
 from headloom.core.files import whole_folder
 from headloom.core.locks import claimed
-from headloom.hf.config import MODEL_TYPE
-from headloom.hf.family import families, family_named
+from headloom.hf.model.config import MODEL_TYPE
+from headloom.hf.model.family import families, family_named
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")

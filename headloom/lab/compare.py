@@ -1,6 +1,6 @@
 """`hl.compare`: train every variant with every seed at equal parameters, and say what differs by more than noise.
 
-It is a study with defaults: see `headloom.lab.study` for studies, and `headloom.lab.runner` for what a folder holds.
+It is a study with defaults: `headloom.lab.spec.study` is about studies, `headloom.lab.run.runner` about their folder.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.folder import open_folder, refuse_other
-from headloom.lab.growth import differing_specs
-from headloom.lab.plan import Plan, make_plan
-from headloom.lab.progress import Progress, told
-from headloom.lab.resolve import resolve
-from headloom.lab.runner import Comparison, Interrupted, Runner
-from headloom.lab.sizes import Size, get_size
-from headloom.lab.spec import StudySpec, identity
-from headloom.lab.study import Budget, Engine, Study
-from headloom.lab.variants import Variant, parse_variants
+from headloom.lab.plan.folder import open_folder, refuse_other
+from headloom.lab.plan.growth import differing_specs
+from headloom.lab.plan.plan import Plan, make_plan
+from headloom.lab.run.progress import Progress, told
+from headloom.lab.run.runner import Comparison, Interrupted, Runner
+from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolved import StudySpec, identity
+from headloom.lab.spec.sizes import Size, get_size
+from headloom.lab.spec.study import Budget, Engine, Study
+from headloom.lab.spec.variants import Variant, parse_variants
 from headloom.train.config import EVALUATIONS
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def compare(
     Args:
         variants: "mha,iha:pseudo_heads=2" or a list of such texts; None: the four of defaults.toml.
         settings: ["iha.pseudo_heads=4"]: options for every variant of that name.
-        size: a name of `headloom.lab.sizes`; the reference keeps its feed-forward width, the others' is turned.
+        size: a name of `headloom.lab.spec.sizes`; the reference keeps its feed-forward width, the others' is turned.
         layers, width, heads: of the model; None: the size's, or those of `config`.
         config: a Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with another
             attention, and what its options leave open (key/value heads, windows, biases) is the config's.
@@ -80,7 +80,7 @@ def compare(
         out: the study's folder; runs that it holds already and that are asked for again are used again. None:
             headloom-compare here, or the first free number after it.
         progress: None shows it on stderr (a bar on a terminal, else a line a run), False does not; or one of your own,
-            a `headloom.lab.progress.Progress`, which is told what happens. report: also write report.html and figures/.
+            a `headloom.lab.run.progress.Progress`, which is told what happens. report: also report.html and figures/.
         engine: "local" (a process for each run), or "inline" (this process, for a debugger).
 
     Raises:
@@ -121,7 +121,7 @@ def compare(
         parsed = parse_variants(variants, settings)
         study = make_study(parsed)
         spec = resolve(study, kind="compare", variants=parsed)
-        return _run(study, spec, compare_command(spec), out, "headloom-compare", progress, report)
+        return _run(study, spec, compare_command(spec, track), out, "headloom-compare", progress, report)
 
 
 def run_study(
@@ -241,8 +241,9 @@ def comparison_study(
         raise HeadloomError(line) from None
 
 
-def compare_command(spec: StudySpec) -> str:
-    """The command line that makes a comparison, with nothing left to a default."""
+def compare_command(spec: StudySpec, track: str | None = None) -> str:
+    """The command line that makes a comparison, with nothing left to a default. track: as --track, which is no part of
+    what is compared."""
     shape, rate, size = spec.variants[0].shape, spec.learning_rates[0], get_size(spec.size)
     own = {"layers": shape.num_layers, "width": shape.hidden_size, "heads": shape.num_heads}
     usual = {"layers": size.num_layers, "width": size.hidden_size, "heads": size.num_heads}
@@ -263,6 +264,7 @@ def compare_command(spec: StudySpec) -> str:
         "--threads": spec.threads,
         **({} if spec.device is None else {"--device": spec.device}),
         **({} if spec.dtype == "float32" else {"--dtype": spec.dtype}),
+        **({} if track is None else {"--track": track}),
     }
     words = [word for name, value in arguments.items() for word in (name, str(value))]
     return shlex.join(["headloom", "compare", *words, *(["--compile"] if spec.compile else [])])

@@ -42,6 +42,7 @@ def test_compare_writes_the_study_and_prints_the_table(compared):
     for headline in results["headlines"]:
         assert headline in done.stdout
     assert f"The page: {folder}/report.html" in done.stdout
+    assert all(done.output.count(note) == 1 for note in results["notes"]), "on stderr before the runs, or at the end"
     assert "4/4 sas seed 1:" in done.stderr
     assert "4/4 sas seed 1:" not in done.stdout
 
@@ -113,7 +114,7 @@ def test_control_c_says_how_to_go_on(text_file, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headloom.lab.engines.local.Local.run", interrupt)
+    monkeypatch.setattr("headloom.lab.run.engines.local.Local.run", interrupt)
     done = call("compare", "--variants", "mha,gqa", "--data", text_file, "--out", str(tmp_path / "s"), *SMALL)
     assert done.exit_code == 130
     line = done.stderr.splitlines()[-1]
@@ -162,7 +163,7 @@ def test_the_status_follows_the_error(monkeypatch):
         def fail(*_, error=error, **__):
             raise error
 
-        monkeypatch.setattr("headloom.bench.catalogue.mechanisms", fail)
+        monkeypatch.setattr("headloom.costs.catalogue.mechanisms", fail)
         done = call("list", "--costs")
         assert done.exit_code == status
         assert done.stderr == f"error: {' '.join(str(error).split())}\n"

@@ -71,6 +71,7 @@ def test_both_arms_before_and_after(tuned, llama_folder, text_file):
     assert f"grafted minus ungrafted: {difference:+.4f} bits per byte (95 % interval" in done.stdout
     assert f"{start:.4f}" in done.stdout and "token-weighted; context 16" in done.stdout
     assert "2/4 ungrafted seed 0:" in done.stderr
+    assert all(done.output.count(note) == 1 for note in found["notes"])
 
 
 def test_both_arms_see_the_same_rows_at_the_same_rates(tuned):

@@ -40,6 +40,7 @@ def test_run_makes_a_study_and_says_what_it_found(made):
     for line in (*results["headlines"], *results["warnings"], results["summary"], f"The page: {folder}/s/report.html"):
         assert line in done.stdout
     assert "6/6 iha seed 1 at" in done.stderr
+    assert all(done.output.count(note) == 1 for note in results["notes"])
     manifest = json.loads((folder / "s" / "study.json").read_text())
     assert manifest["command"] == f"headloom study run {folder / 'small.yaml'} --set steps=4"
     assert (manifest["name"], manifest["title"], manifest["spec"]["steps"]) == ("small", "A small one", 4)

@@ -9,14 +9,14 @@ from published import published_config
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.backbone import read_backbone
-from headloom.lab import layers
+from headloom.hf.grafting.backbone import read_backbone
 from headloom.lab.compare import compare_command, comparison_study
-from headloom.lab.layers import meta_model, run_config
-from headloom.lab.resolve import resolve
-from headloom.lab.spec import StudySpec
-from headloom.lab.study import Study
-from headloom.lab.variants import parse_variants
+from headloom.lab.plan import layers
+from headloom.lab.plan.layers import meta_model, run_config
+from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolved import StudySpec
+from headloom.lab.spec.study import Study
+from headloom.lab.spec.variants import parse_variants
 from headloom.train import RunConfig
 from headloom.train.run import build
 
@@ -114,7 +114,7 @@ def published(tmp_path):
 
 def test_the_configs_own_attention_is_what_variants_are_given(published):
     """gqa has the config's key/value heads, mha by its name has as many as heads, and what a variant states wins."""
-    from headloom.lab.layers import layer_configs
+    from headloom.lab.plan.layers import layer_configs
 
     spec = spec_of("gqa,mha,iha,iha:num_kv_heads=1,mla", config=published("gemma2"), tokens=16)
     made = {v.label: [config for _, config in layer_configs(spec, v, v.shape)] for v in spec.variants}
@@ -147,7 +147,7 @@ def test_sizes_given_beside_a_config_are_the_familys(published):
 @pytest.mark.parametrize("knob", ["F", "layers", "heads", "width"])
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gemma3_text", "mixtral"])
 def test_every_knob_turns_or_is_refused(name, knob, published):
-    from headloom.lab.plan import match_budgets
+    from headloom.lab.plan.plan import match_budgets
 
     config = published(name, **{"n_embd" if name == "gpt2" else "hidden_size": 32})
     study = Study(
@@ -212,7 +212,7 @@ def test_the_command_and_the_runs_say_it_all(folder):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here, so nothing is refused")
 def test_cuda_where_there_is_none_is_refused_before_anything_is_trained(text_file):
-    from headloom.lab.plan import make_plan
+    from headloom.lab.plan.plan import make_plan
 
     with pytest.raises(HeadloomError, match="asks for device 'cuda', but torch sees none"):
         make_plan(spec_of(device="cuda", data=str(text_file), tokens=16))

@@ -8,11 +8,11 @@ from published import published_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from headloom.bench.cost import model_flops
+from headloom.costs.count import model_flops
 from headloom.hf import build_around
-from headloom.hf.backbone import attention_facts, read_backbone, sized, sizes_of
-from headloom.hf.config import config_class
-from headloom.hf.family import Encoder, attentions, families
+from headloom.hf.grafting.backbone import attention_facts, read_backbone, sized, sizes_of
+from headloom.hf.model.config import config_class
+from headloom.hf.model.family import Encoder, attentions, families
 
 DECODERS = [name for name, family in families().items() if not isinstance(family, Encoder)]
 ENCODERS = [name for name in families() if name not in DECODERS]
