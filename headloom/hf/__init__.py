@@ -1,4 +1,4 @@
-"""Floor 3: the only floor that knows transformers. Grafts, families, saving and loading.
+"""Headloom's attention in transformers' models: families, grafts, folding, saving and loading.
 
 Importing it tells transformers' AutoConfig about saved grafts and gives the rotary scalings; modelling code is
 imported when first used.

@@ -1,4 +1,4 @@
-"""Floor 3: one file a mechanism, their registry, and schedules of them over the layers of a model.
+"""One file a mechanism, their registry, and schedules of them over the layers of a model.
 
 The folder is walked: nothing lists the names.
 """
