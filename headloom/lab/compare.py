@@ -66,8 +66,9 @@ def compare(
         variants: "mha,iha:pseudo_heads=2" or a list of such texts; None: the four of defaults.toml.
         settings: ["iha.pseudo_heads=4"]: options for every variant of that name.
         size: a name of `headloom.lab.spec.sizes`; the reference keeps its feed-forward width, the others' is turned.
-        layers, width, heads: of the model; None: the size's, or those of `config`, a Hugging Face config (a folder, or
-            its JSON) from which norms and rotary are taken too.
+        layers, width, heads: of the model; None: the size's, or those of `config`.
+        config: a Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with another
+            attention, and what its options leave open (key/value heads, windows, biases) is the config's.
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
         seeds: how many seeds; from two on there are intervals.
         evaluations: validations along every run, besides the one at its end (0: none).
