@@ -16,13 +16,14 @@ from headloom.lab.folder import open_folder, refuse_other
 from headloom.lab.growth import differing_specs
 from headloom.lab.plan import Plan, make_plan
 from headloom.lab.progress import Progress, told
-from headloom.lab.resolve import resolve
+from headloom.lab.resolve import resolve, shape_of
 from headloom.lab.runner import Comparison, Interrupted, Runner
 from headloom.lab.sizes import Size, get_size
 from headloom.lab.spec import StudySpec, identity
 from headloom.lab.study import Budget, Engine, Study
-from headloom.lab.variants import Variant, parse_variants
-from headloom.train.config import EVALUATIONS
+from headloom.lab.variants import Variant, check_variants, parse_variants
+from headloom.train.config import EVALUATIONS, check_device
+from headloom.train.tracking import check_name
 
 if TYPE_CHECKING:
     from headloom.data import Corpus
@@ -116,7 +117,12 @@ def compare(
             dtype=dtype,
             compile="inductor" if compile else None,
         )
-        make_study([Variant("any")])  # what is wrong besides the variants is said before torch is imported for theirs
+        # what is wrong besides the variants is said before torch is imported for theirs
+        trial = make_study([Variant("any")])
+        check_variants(variants, settings)
+        check_places(trial)
+        if config is None:
+            shape_of(trial, get_size(size), {}, "the model")
         parsed = parse_variants(variants, settings)
         study = make_study(parsed)
         spec = resolve(study, kind="compare", variants=parsed)
@@ -142,7 +148,23 @@ def run_study(
         progress.stage("reading the study")
         if out is not None:
             refuse_other(Path(out), lambda _: {})
+        check_places(study)
         return _run(study, resolve(study), command, out, study.name, progress, report)
+
+
+def check_places(study: Study) -> None:
+    """Refuse what can be known to be wrong from names, paths and this machine, before anything is read or built."""
+    from headloom.data import check_corpus, check_tokenizer
+
+    get_size(study.size)
+    check_name(study.engine.track)
+    if study.config is not None and not Path(study.config).expanduser().exists():
+        raise HeadloomError(
+            f"config '{study.config}' does not exist: give a folder with a config.json, or such a JSON file"
+        )
+    check_corpus(study.data, text_column=study.text_column)
+    check_tokenizer(study.tokenizer)
+    check_device(None if study.device == "auto" else study.device)
 
 
 def _run(

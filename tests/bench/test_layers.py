@@ -11,11 +11,12 @@ from torch import nn
 
 import headloom as hl
 from headloom.bench import against, layers
+from headloom.bench.asked import Named, Sizes
 from headloom.bench.decode import decode
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
-from headloom.bench.subjects import Layers, Named, Sizes, call, configs_of, inputs, subject
+from headloom.bench.subjects import Layers, call, configs_of, inputs, subject
 
 SIZES = Sizes(24, 4)
 MHA, IHA = Named("mha", "mha", {}), Named("iha", "iha", {"pseudo_heads": 2})
