@@ -17,8 +17,8 @@ from pathlib import Path
 
 from headloom.data import load_corpus
 from headloom.hf import checkpoints
-from headloom.lab.progress import Bar
-from headloom.lab.statistics import paired_difference
+from headloom.lab.results.statistics import paired_difference
+from headloom.lab.run.progress import Bar
 from headloom.train.config import GraftSpec
 from headloom.train.finetune import Arm, finetune
 

@@ -19,38 +19,37 @@ from headloom import _hook
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from headloom.attention import Attention, Maps, foldable, make_config, maps, mechanisms, register
-    from headloom.attention import build as attention
-    from headloom.attention.schedules import schedule, schedules
-    from headloom.bench.cost import cost
     from headloom.core.errors import HeadloomError, RunError
+    from headloom.costs.count import cost
     from headloom.hf import build_model, fold, graft, mix_names, parameter_groups
     from headloom.lab.compare import compare
-    from headloom.lab.study import Study
+    from headloom.lab.spec.study import Study
+    from headloom.mechanism import Attention, Maps, attention, foldable, make_config, maps, mechanisms, register
+    from headloom.mechanism.schedules import schedule, schedules
     from headloom.ops.bit import pack_bits
     from headloom.ops.cache import Cache
     from headloom.ops.masks import Causal, Dense, Documents, Exactly, Padding, Window
 
 _PLACES = {
-    **dict.fromkeys(("Attention", "Maps", "foldable", "maps", "make_config"), ("headloom.attention", None)),
-    **dict.fromkeys(("mechanisms", "register"), ("headloom.attention", None)),
-    **dict.fromkeys(("schedule", "schedules"), ("headloom.attention.schedules", None)),
-    "cost": ("headloom.bench.cost", None),
+    **dict.fromkeys(
+        ("Attention", "Maps", "attention", "foldable", "maps", "make_config"), ("headloom.mechanism", None)
+    ),
+    **dict.fromkeys(("mechanisms", "register"), ("headloom.mechanism", None)),
+    **dict.fromkeys(("schedule", "schedules"), ("headloom.mechanism.schedules", None)),
+    "cost": ("headloom.costs.count", None),
     **dict.fromkeys(("HeadloomError", "RunError"), ("headloom.core.errors", None)),
     **dict.fromkeys(("build_model", "fold", "graft", "mix_names", "parameter_groups"), ("headloom.hf", None)),
     "compare": ("headloom.lab.compare", None),
-    "Study": ("headloom.lab.study", None),
+    "Study": ("headloom.lab.spec.study", None),
     "pack_bits": ("headloom.ops.bit", None),
     "Cache": ("headloom.ops.cache", None),
     **dict.fromkeys(("Causal", "Dense", "Documents", "Exactly", "Padding", "Window"), ("headloom.ops.masks", None)),
 }
 
-__all__ = ["attention", *_PLACES, "__version__"]  # noqa: PLE0604
+__all__ = [*_PLACES, "__version__"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name == "attention":  # the subpackage, which can be called
-        return importlib.import_module("headloom.attention")
     if name not in _PLACES:
         raise AttributeError(f"module 'headloom' has no attribute '{name}'")
     module, attribute = _PLACES[name]

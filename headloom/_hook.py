@@ -24,7 +24,7 @@ def _register_models() -> None:
 
 def _offer_scalings() -> None:
     def provide(*args: Any) -> Any:
-        return importlib.import_module("headloom.hf.rope").provide(*args)
+        return importlib.import_module("headloom.hf.model.rope").provide(*args)
 
     sys.modules["headloom.ops.rotary"].register_scalings(provide)
 

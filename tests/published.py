@@ -179,7 +179,7 @@ def small(name):
 
 def default_config(name, **changes):
     """The family's own default config with small sizes; changes must be of fields that its class declares."""
-    from headloom.hf.family import families
+    from headloom.hf.model.family import families
 
     config = families()[name].config_class()
     values = {**small(name), **own_names(name, changes)}
@@ -192,7 +192,7 @@ def default_config(name, **changes):
 
 def published_config(name, **changes):
     """The published checkpoint's config with small sizes, read as AutoConfig reads it."""
-    from headloom.hf.family import families
+    from headloom.hf.model.family import families
 
     sizes = {k: v for k, v in {**small(name), **PUBLISHED_SIZES.get(name, {})}.items() if k not in ("layer_types",)}
     values = {**copy.deepcopy(PUBLISHED[name]), **sizes, **changes}

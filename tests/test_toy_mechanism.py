@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 import headloom as hl
-from headloom.attention import _MECHANISMS
 from headloom.cli.app import app
+from headloom.mechanism.registry import _MECHANISMS
 
 FILE = '''
 """Attention whose heads have a temperature each. arXiv:0000.00000.
@@ -24,8 +24,8 @@ import dataclasses
 
 import torch
 
-from headloom.attention.config import AttentionConfig, need
-from headloom.attention.contract import Attention
+from headloom.contract.config import AttentionConfig, need
+from headloom.contract.attention import Attention
 from headloom.ops.mixing import Mix
 
 

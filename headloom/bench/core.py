@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from headloom.attention import Attention, AttentionConfig, build_from_config
-from headloom.bench.cost import count_steps
 from headloom.bench.subjects import Subject
 from headloom.core.errors import HeadloomError
+from headloom.costs.count import count_steps
+from headloom.mechanism import Attention, AttentionConfig, build_from_config
 from headloom.ops.scores import flop_convention
 
 

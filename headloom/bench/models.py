@@ -2,7 +2,7 @@
 
 Modes: "backward" is the forward and backward pass of a batch; "step" also clips and updates by AdamW, as in a
 comparison's runs; "train" is that step inside the loop that `headloom train` runs, and for the transformers' own model
-in their Trainer (`headloom.train.pace`). Weights are float32, products bfloat16 where that is the setting's type
+in their Trainer (`headloom.bench.pace`). Weights are float32, products bfloat16 where that is the setting's type
 (autocast).
 """
 
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from headloom.bench.asked import Named, Shape, check_counts, check_models
-from headloom.bench.cost import model_flops
 from headloom.bench.layers import COMPILED, first_compiled_call, use_of_peak
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
 from headloom.bench.subjects import FACTOR
 from headloom.core import heap
 from headloom.core.errors import HeadloomError
+from headloom.costs.count import model_flops
 from headloom.ops.scores import paths
 
 GIB = 2**30
@@ -181,7 +181,7 @@ def _in_training(
     group: Sequence[Candidate], shape: Shape, tokens: int, batch: int, setting: Setting
 ) -> tuple[dict[str, Timing], dict[str, dict[str, Any]]]:
     """As `_timed`, of a step in chunks of each one's training loop, which take turns."""
-    from headloom.train.pace import Pace
+    from headloom.bench.pace import Pace
 
     settings = {"device": setting.device, "dtype": setting.dtype, "threads": setting.threads}
     pace = Pace(vocab_size=shape.arguments["vocab_size"], tokens=tokens, batch_size=batch, **settings)

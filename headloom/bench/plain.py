@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headloom.attention import Attention
 from headloom.core.errors import HeadloomError
+from headloom.mechanism import Attention
 
 
 def plain_form(attention: Attention) -> Callable[[Any, Tensor], Tensor]:

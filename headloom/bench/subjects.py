@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headloom.attention import Attention, AttentionConfig, build_from_config, layer_config
-from headloom.attention.schedules import pattern_of
 from headloom.bench.asked import Named, Sizes
-from headloom.bench.cost import config_cost
 from headloom.bench.setting import Setting
 from headloom.core.errors import HeadloomError
+from headloom.costs.count import config_cost
+from headloom.mechanism import Attention, AttentionConfig, build_from_config, layer_config
+from headloom.mechanism.schedules import pattern_of
 from headloom.ops.cache import Cache
 
 DEEP = 1000

@@ -101,7 +101,7 @@ class Common:
 
     def named(self) -> list[Named]:
         from headloom.bench.asked import Named
-        from headloom.lab.variants import parse_variants
+        from headloom.lab.spec.variants import parse_variants
 
         parsed = parse_variants(self.variants, self.settings or [], at_least=1)
         return [Named(found.label, found.mechanism, dict(found.options), tuple(found.notes)) for found in parsed]
@@ -128,7 +128,7 @@ class Layer:
     def shape(self) -> Shape:
         """The whole model of the size, at the layer's sizes."""
         from headloom.bench.asked import Shape
-        from headloom.lab.sizes import gated_width, get_size
+        from headloom.lab.spec.sizes import gated_width, get_size
 
         found, sizes = get_size(self.size), self.sizes()
         own = sizes.hidden_size == found.hidden_size
@@ -143,7 +143,7 @@ class Layer:
 
     def sizes(self) -> Sizes:
         from headloom.bench.asked import Sizes
-        from headloom.lab.sizes import get_size
+        from headloom.lab.spec.sizes import get_size
 
         found = get_size(self.size)
         width = found.hidden_size if self.hidden_size is None else self.hidden_size

@@ -110,7 +110,7 @@ def compare(
     """
     from headloom.lab.compare import Interrupted
     from headloom.lab.compare import compare as run
-    from headloom.lab.progress import Bar
+    from headloom.lab.run.progress import Bar
 
     bar = Bar()
     with only_json_on_stdout(as_json) as stdout:

@@ -12,8 +12,8 @@ from headloom.cli.common import Json, Size, console, ends_with_status, print_jso
 from headloom.cli.groups import MACHINE, MODEL, WHAT, in_panels
 
 if TYPE_CHECKING:
-    from headloom.bench.cost import Cost
-    from headloom.lab.variants import Variant
+    from headloom.costs.count import Cost
+    from headloom.lab.spec.variants import Variant
 
 
 _AVERAGED = ("parameters", "flops_exact", "flops_full", "cache_bytes_per_token")
@@ -44,7 +44,7 @@ def cost(
     FLOPs count 2 per multiply-add, forward, for one sequence; "full" counts all query-key pairs, "exact" the visible
     ones only. Options that nobody gives are those of comparisons.
     """
-    from headloom.lab.options import pieces
+    from headloom.lab.spec.options import pieces
 
     names = [name for name in pieces(variants, ",") if name.strip()] or [variants]
     _check(names, size, tokens, dtype)
@@ -77,8 +77,8 @@ def _check(names: Sequence[str], size: str, tokens: int | None, dtype: str) -> N
 def _chosen(text: str, settings: Sequence[str], all_of: Sequence[str]) -> Variant:
     """A variant with the settings that are for it: name=value, for all, and its own mechanism.name=value."""
     from headloom.core.errors import unknown
-    from headloom.lab.options import parse_options, split_pair
-    from headloom.lab.variants import OF_THE_SIZE, Variant, parse_variant, split_variant, with_defaults
+    from headloom.lab.spec.options import parse_options, split_pair
+    from headloom.lab.spec.variants import OF_THE_SIZE, Variant, parse_variant, split_variant, with_defaults
 
     mechanism, mechanisms = split_variant(text)[0], [split_variant(other)[0] for other in all_of]
     pairs = []
@@ -108,12 +108,12 @@ def costs(
 
     all_of: the variants that settings may name.
     """
-    from headloom.lab.sizes import gated_width, get_size
+    from headloom.lab.spec.sizes import gated_width, get_size
 
     shape = get_size(size)
     named = _chosen(variant, settings, all_of or [variant])
-    from headloom.attention.schedules import over_depth, pattern_of, places
-    from headloom.bench.cost import layer_costs
+    from headloom.costs.count import layer_costs
+    from headloom.mechanism.schedules import over_depth, pattern_of, places
 
     options: dict[str, Any] = dict(named.options)
     shared: dict[str, Any] = {
@@ -167,8 +167,8 @@ def costs(
 def _relative(layers: Sequence[Cost], shared: dict[str, Any], tokens: int) -> dict[str, Any]:
     """What a layer's scores cost on average, in those of the usual reference: counted as full rectangles of queries by
     keys, as papers do, by visible pairs of tokens, and as they are computed."""
-    from headloom.bench.cost import layer_costs
-    from headloom.lab.variants import defaults
+    from headloom.costs.count import layer_costs
+    from headloom.lab.spec.variants import defaults
 
     name = defaults().reference
     usual = layer_costs([(name, {})], tokens=tokens, **shared)[0]
@@ -188,7 +188,7 @@ def _relative(layers: Sequence[Cost], shared: dict[str, Any], tokens: int) -> di
 def _model_cost(
     specs: Sequence[tuple[str, dict[str, Any]]], sizes: dict[str, Any], tokens: int, dtype: str
 ) -> dict[str, int]:
-    from headloom.bench.cost import model_cost
+    from headloom.costs.count import model_cost
     from headloom.hf import build_model
 
     model = build_model(specs, max_positions=tokens, device="meta", **sizes)

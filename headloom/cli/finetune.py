@@ -77,7 +77,7 @@ def finetune(
     from headloom.core.locks import LOCK
     from headloom.data import check_corpus, load_corpus
     from headloom.hf.places import new_folder
-    from headloom.lab.progress import Bar
+    from headloom.lab.run.progress import Bar
     from headloom.train.config import Arm, fine_tunings
     from headloom.train.records import CONFIG
 
@@ -165,7 +165,7 @@ def show(found: dict[str, Any], out: Path, noted: Sequence[str] = ()) -> None:
     """The table, what the difference is, and where the models are. noted: notes that were said before."""
     from rich.table import Table
 
-    from headloom.lab.statistics import paired_difference, spread
+    from headloom.lab.results.statistics import paired_difference, spread
 
     screen = console()
     table = Table(pad_edge=False)

@@ -76,9 +76,9 @@ def check_mechanism(text: str, settings: Sequence[str], layers: str | None) -> N
 def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The mechanism and its options from --to and --set, which wins; where neither gives one, the comparison's default,
     which is said on stderr. Unknown names give the near ones."""
-    from headloom.lab.names import check_name
-    from headloom.lab.options import parse_options, split_pair
-    from headloom.lab.variants import parse_variant, split_variant, with_defaults
+    from headloom.lab.spec.names import check_name
+    from headloom.lab.spec.options import parse_options, split_pair
+    from headloom.lab.spec.variants import parse_variant, split_variant, with_defaults
 
     name, _ = split_variant(text)
     check_name(name, schedules=False)

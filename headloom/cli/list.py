@@ -12,7 +12,7 @@ from headloom.cli.common import Json, console, ends_with_status, print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from headloom.bench.options import Option
+    from headloom.costs.options import Option
 
 
 @ends_with_status
@@ -43,8 +43,8 @@ def list_mechanisms(
     if markdown and as_json:
         raise HeadloomError("--markdown and --json cannot go together: give one")
     if markdown:
-        from headloom.bench import catalogue, options
-        from headloom.lab.variants import defaults
+        from headloom.costs import catalogue, options
+        from headloom.lab.spec.variants import defaults
 
         typer.echo(catalogue.markdown(defaults().reference, defaults().options), nl=False)
         typer.echo("\n" + options.markdown(), nl=False)
@@ -56,7 +56,7 @@ def list_mechanisms(
 
 def _named(as_json: bool) -> None:
     """What the source says; torch stays unimported."""
-    from headloom.lab.names import LINES, described
+    from headloom.lab.spec.names import LINES, described
 
     mechanisms, schedules = described()
     if as_json:
@@ -69,10 +69,10 @@ def _named(as_json: bool) -> None:
 
 
 def _options(name: str, as_json: bool) -> None:
-    from headloom.bench import catalogue
-    from headloom.bench.options import options
-    from headloom.lab.names import described
-    from headloom.lab.variants import defaults
+    from headloom.costs import catalogue
+    from headloom.costs.options import options
+    from headloom.lab.spec.names import described
+    from headloom.lab.spec.variants import defaults
 
     usual = defaults()
     found = options(name, usual.options.get(name, {}))
@@ -118,15 +118,15 @@ def _definitions(rows: list[Option]) -> Table:
 
 
 def _word(value: object) -> str:
-    from headloom.lab.options import show
+    from headloom.lab.spec.options import show
 
     return show(value)
 
 
 def _measured(as_json: bool) -> None:
-    from headloom.bench import catalogue
-    from headloom.lab.names import described
-    from headloom.lab.variants import defaults
+    from headloom.costs import catalogue
+    from headloom.lab.spec.names import described
+    from headloom.lab.spec.variants import defaults
 
     usual = defaults()
     found = catalogue.entries(usual.reference, usual.options)

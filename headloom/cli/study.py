@@ -56,8 +56,8 @@ def run(
 ) -> None:
     """Run a study, or what is left of it: the same command over the same folder goes on where it was stopped."""
     from headloom.lab.compare import Interrupted, run_study
-    from headloom.lab.progress import Bar
-    from headloom.lab.study import Study
+    from headloom.lab.run.progress import Bar
+    from headloom.lab.spec.study import Study
 
     given = {"engine.name": engine, "engine.address": address, "engine.track": track, "evaluations": evaluations}
     settings = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
@@ -84,7 +84,7 @@ def run(
 @ends_with_status
 def status(folder: Folder, as_json: Json = False) -> None:
     """Say how far a study is: finished, failed and waiting runs, and whether a process is at it."""
-    from headloom.lab.status import study_status
+    from headloom.lab.run.status import study_status
 
     found = study_status(folder)
     if as_json:
@@ -123,7 +123,7 @@ def diff(
     """Print what two studies, or two variants of studies, differ in."""
     from rich.table import Table
 
-    from headloom.lab.status import study_differences
+    from headloom.lab.run.status import study_differences
 
     found = study_differences(first, second, size=size)
     if as_json:
@@ -147,8 +147,8 @@ def list_studies(as_json: Json = False) -> None:
     """List the ready studies."""
     from rich.table import Table
 
-    from headloom.lab.ready import read_mapping, ready_studies
-    from headloom.lab.study import Study
+    from headloom.lab.spec.ready import read_mapping, ready_studies
+    from headloom.lab.spec.study import Study
 
     found = [Study(**read_mapping(name)) for name in ready_studies()]
     if as_json:

@@ -62,7 +62,7 @@ def train(
     """
     import yaml
 
-    from headloom.lab.progress import Bar
+    from headloom.lab.run.progress import Bar
     from headloom.train.file import check_run, train_text
 
     given: dict[str, Any] = {
@@ -129,8 +129,8 @@ def _from_options(
     variant: str, size_name: str, given: dict[str, Any], check: Callable[[RunConfig, Text], None]
 ) -> tuple[RunConfig, Text]:
     """The size's run of a variant, with what was given over it. check: may refuse it before torch is imported."""
-    from headloom.lab.sizes import get_size
-    from headloom.lab.variants import defaults, parse_variant, split_variant, with_defaults
+    from headloom.lab.spec.sizes import get_size
+    from headloom.lab.spec.variants import defaults, parse_variant, split_variant, with_defaults
     from headloom.train.file import parse_run
 
     size = get_size(size_name)

@@ -90,7 +90,7 @@ def check_value(cls: type, name: str, value: Any) -> Any:
 def parse_option(cls: type, name: str, text: str) -> Any:
     """The value that `text` (from a command line) means for the field `name` of the config class `cls`.
 
-    >>> from headloom.attention.iha import IHAConfig
+    >>> from headloom.mechanism.iha import IHAConfig
     >>> parse_option(IHAConfig, "pseudo_heads", "2"), parse_option(IHAConfig, "window", "none")
     (2, None)
     """

@@ -10,16 +10,16 @@ import importlib
 from typing import Any
 
 _LAZY = {
-    "FoldReport": "headloom.hf.folding",
-    "GraftReport": "headloom.hf.grafting",
-    "HFCache": "headloom.hf.cache",
-    "HeadloomConfig": "headloom.hf.config",
-    "build_model": "headloom.hf.build",
-    "fold": "headloom.hf.folding",
-    "graft": "headloom.hf.grafting",
-    "mix_names": "headloom.hf.groups",
-    "no_decay_names": "headloom.hf.groups",
-    "parameter_groups": "headloom.hf.groups",
+    "FoldReport": "headloom.hf.grafting.fold",
+    "GraftReport": "headloom.hf.grafting.graft",
+    "HFCache": "headloom.hf.model.cache",
+    "HeadloomConfig": "headloom.hf.model.config",
+    "build_model": "headloom.hf.grafting.build",
+    "fold": "headloom.hf.grafting.fold",
+    "graft": "headloom.hf.grafting.graft",
+    "mix_names": "headloom.hf.grafting.groups",
+    "no_decay_names": "headloom.hf.grafting.groups",
+    "parameter_groups": "headloom.hf.grafting.groups",
 }
 
 

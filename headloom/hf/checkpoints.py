@@ -12,7 +12,7 @@ import torch
 
 from headloom.core.errors import HeadloomError
 from headloom.core.files import whole_folder
-from headloom.hf.family import families, family_named
+from headloom.hf.model.family import families, family_named
 from headloom.hf.places import MODEL_TYPE, check_checkpoint, may_have_tokenizer, new_folder, place
 
 

@@ -2,7 +2,7 @@
 
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from headloom.hf.config import HeadloomConfig
+from headloom.hf.model.config import HeadloomConfig
 from headloom.hf.places import MODEL_TYPE
 
 AutoConfig.register(MODEL_TYPE, HeadloomConfig, exist_ok=True)

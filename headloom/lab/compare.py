@@ -1,6 +1,6 @@
 """`hl.compare`: train every variant with every seed at equal parameters, and say what differs by more than noise.
 
-It is a study with defaults: see `headloom.lab.study` for studies, and `headloom.lab.runner` for what a folder holds.
+It is a study with defaults: `headloom.lab.spec.study` is about studies, `headloom.lab.run.runner` about their folder.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.folder import open_folder, refuse_other
-from headloom.lab.growth import differing_specs
-from headloom.lab.plan import Plan, make_plan
-from headloom.lab.progress import Progress, told
-from headloom.lab.resolve import resolve, shape_of
-from headloom.lab.runner import Comparison, Interrupted, Runner
-from headloom.lab.sizes import Size, get_size
-from headloom.lab.spec import StudySpec, identity
-from headloom.lab.study import Budget, Engine, Study
-from headloom.lab.variants import Variant, check_variants, parse_variants
+from headloom.lab.plan.folder import open_folder, refuse_other
+from headloom.lab.plan.growth import differing_specs
+from headloom.lab.plan.plan import Plan, make_plan
+from headloom.lab.run.progress import Progress, told
+from headloom.lab.run.runner import Comparison, Interrupted, Runner
+from headloom.lab.spec.resolve import resolve, shape_of
+from headloom.lab.spec.resolved import StudySpec, identity
+from headloom.lab.spec.sizes import Size, get_size
+from headloom.lab.spec.study import Budget, Engine, Study
+from headloom.lab.spec.variants import Variant, check_variants, parse_variants
 from headloom.train.config import EVALUATIONS, check_device
 from headloom.train.tracking import check_name
 
@@ -66,7 +66,7 @@ def compare(
     Args:
         variants: "mha,iha:pseudo_heads=2" or a list of such texts; None: the four of defaults.toml.
         settings: ["iha.pseudo_heads=4"]: options for every variant of that name.
-        size: a name of `headloom.lab.sizes`; the reference keeps its feed-forward width, the others' is turned.
+        size: a name of `headloom.lab.spec.sizes`; the reference keeps its feed-forward width, the others' is turned.
         layers, width, heads: of the model; None: the size's, or those of `config`, a Hugging Face config (a folder, or
             its JSON) from which norms and rotary are taken too.
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
@@ -80,7 +80,7 @@ def compare(
         out: the study's folder; runs that it holds already and that are asked for again are used again. None:
             headloom-compare here, or the first free number after it.
         progress: None shows it on stderr (a bar on a terminal, else a line a run), False does not; or one of your own,
-            a `headloom.lab.progress.Progress`, which is told what happens. report: also write report.html and figures/.
+            a `headloom.lab.run.progress.Progress`, which is told what happens. report: also report.html and figures/.
         engine: "local" (a process for each run), or "inline" (this process, for a debugger).
 
     Raises:

@@ -27,7 +27,7 @@ from headloom.core.locks import LOCK, locked
 from headloom.data import Corpus, TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
-from headloom.hf.groups import mix_groups
+from headloom.hf.grafting.groups import mix_groups
 from headloom.hf.places import new_folder
 from headloom.train import records
 from headloom.train.config import Arm, FineTuneConfig, fine_tunings
@@ -39,7 +39,7 @@ Runs = Mapping[tuple[str, int], FineTuneConfig]
 
 
 class Progress(Protocol):
-    """What is told while it runs; `headloom.lab.progress.Bar` serves."""
+    """What is told while it runs; `headloom.lab.run.progress.Bar` serves."""
 
     def stage(self, text: str) -> None: ...
     def note(self, text: str) -> None: ...

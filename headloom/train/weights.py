@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headloom.attention import Attention
-from headloom.attention.pictures import Picture
+from headloom.contract.pictures import Picture
 from headloom.core.files import replaced
+from headloom.mechanism import Attention
 from headloom.ops.mixing import Mix
 
 

@@ -11,10 +11,10 @@ import torch
 import headloom as hl
 from headloom.bench import models
 from headloom.bench.asked import Named, Shape
-from headloom.bench.cost import model_flops
 from headloom.bench.memory import peak_bytes
 from headloom.bench.models import optimizer_of, original_of, saved_bytes, steps, training_step
 from headloom.bench.setting import Setting
+from headloom.costs.count import model_flops
 from headloom.hf import build_model
 
 MHA, IHA = Named("mha", "mha", {}), Named("iha", "iha", {"pseudo_heads": 2})
@@ -169,7 +169,7 @@ def test_both_passes_alone_need_half_the_memory_and_leave_the_weights():
 
 def test_training_loops_take_turns(monkeypatch):
     """Ours in the loop of `headloom train`, the transformers' own model in their Trainer."""
-    from headloom.train.pace import Pace
+    from headloom.bench.pace import Pace
 
     ran = []
 

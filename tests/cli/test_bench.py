@@ -40,7 +40,7 @@ def speed(tmp_path_factory):
     arguments = ["--variants", "mha,iha:pseudo_heads=2", *TINY, "--modes", "forward,step,train", "--against-hf"]
     with pytest.MonkeyPatch.context() as patch:  # the loops themselves have their own test
         for loop in ("ours", "theirs"):
-            patch.setattr(f"headloom.train.pace.Pace.{loop}", lambda pace, model: 0.5)
+            patch.setattr(f"headloom.bench.pace.Pace.{loop}", lambda pace, model: 0.5)
         return call("speed", *arguments, "--out", str(folder), "--json"), folder
 
 

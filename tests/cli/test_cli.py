@@ -114,7 +114,7 @@ def test_control_c_says_how_to_go_on(text_file, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headloom.lab.engines.local.Local.run", interrupt)
+    monkeypatch.setattr("headloom.lab.run.engines.local.Local.run", interrupt)
     done = call("compare", "--variants", "mha,gqa", "--data", text_file, "--out", str(tmp_path / "s"), *SMALL)
     assert done.exit_code == 130
     line = done.stderr.splitlines()[-1]
@@ -163,7 +163,7 @@ def test_the_status_follows_the_error(monkeypatch):
         def fail(*_, error=error, **__):
             raise error
 
-        monkeypatch.setattr("headloom.bench.catalogue.mechanisms", fail)
+        monkeypatch.setattr("headloom.costs.catalogue.mechanisms", fail)
         done = call("list", "--costs")
         assert done.exit_code == status
         assert done.stderr == f"error: {' '.join(str(error).split())}\n"

@@ -7,7 +7,7 @@ import torch
 from published import default_config
 
 from headloom.data import make_tokenizer
-from headloom.hf.family import families
+from headloom.hf.model.family import families
 
 NORMED = {"qwen3", "olmo2", "gemma3_text"}  # their norm of queries and keys stands between mixes and projections
 SMALL = ["--tokens", "16", "--batch-size", "2", "--steps", "1", "--threads", "1", "--validation-bytes", "64"]

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 import headloom
-from headloom.attention import mechanisms
-from headloom.attention.schedules import schedules
-from headloom.bench.catalogue import SIZES, entries, grafts_exactly
-from headloom.bench.formula import Size, cache_formula
 from headloom.cli.app import app
-from headloom.lab.names import LINES, _texts, described
-from headloom.lab.variants import defaults
+from headloom.costs.catalogue import SIZES, entries, grafts_exactly
+from headloom.costs.formula import Size, cache_formula
+from headloom.lab.spec.names import LINES, _texts, described
+from headloom.lab.spec.variants import defaults
+from headloom.mechanism import mechanisms
+from headloom.mechanism.schedules import schedules
 
 PAGE = Path(headloom.__file__).parent.parent / "docs" / "mechanisms.md"
 
@@ -105,7 +105,7 @@ def test_lines_of_a_class(source, expected):
 
 
 def test_a_class_that_computes_its_lines_is_asked(monkeypatch):
-    monkeypatch.setattr("headloom.lab.names._texts", lambda node: {"name": "x"})
+    monkeypatch.setattr("headloom.lab.spec.names._texts", lambda node: {"name": "x"})
     assert [lines["name"] for lines in described()[0]] == list(mechanisms())
 
 

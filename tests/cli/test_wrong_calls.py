@@ -143,8 +143,8 @@ class Refuse:
 assert not set(HEAVY) & set(sys.modules)
 sys.meta_path.insert(0, Refuse())
 import headloom.bench.setting, headloom.hf.generation, headloom.lab.compare, headloom.report.bench, headloom.train.file
-import headloom.data.corpus, headloom.lab.progress, rich.progress, typer.main, yaml
-from headloom.lab.names import described
+import headloom.data.corpus, headloom.lab.run.progress, rich.progress, typer.main, yaml
+from headloom.lab.spec.names import described
 
 described()
 command = typer.main.get_command(app)

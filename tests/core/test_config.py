@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from headloom.attention import make_config, mechanisms
-from headloom.attention.iha import IHAConfig
 from headloom.core.config import parse_option
 from headloom.core.errors import HeadloomError, near
 from headloom.core.registry import Registry
+from headloom.mechanism import make_config, mechanisms
+from headloom.mechanism.iha import IHAConfig
 
 
 def test_parse_option_reads_the_annotation():

@@ -112,4 +112,6 @@ def test_the_laboratory_is_imported_where_there_is_no_fcntl():
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert {"headloom.lab.worker", "headloom.lab.engines.cluster", "headloom.cli.app"} <= set(json.loads(done.stdout))
+    assert {"headloom.lab.run.worker", "headloom.lab.run.engines.cluster", "headloom.cli.app"} <= set(
+        json.loads(done.stdout)
+    )

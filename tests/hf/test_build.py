@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from headloom.attention import mechanisms
 from headloom.core.errors import HeadloomError
 from headloom.hf import build_model
+from headloom.mechanism import mechanisms
 
 SIZES = {
     "vocab_size": 41,

@@ -148,7 +148,7 @@ def test_refusals_leave_the_model_as_it_was(llama, ids, options, message):
 
 
 def test_an_error_in_the_middle_is_undone(llama, ids, monkeypatch):
-    import headloom.hf.folding as folding
+    import headloom.hf.grafting.fold as folding
 
     model, x = grafted(llama), ids(2, 9)
     before, cls, config = model(x).logits, type(model), model.config

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from headloom.hf import HFCache, graft
-from headloom.hf.cache import pack, unpack
+from headloom.hf.model.cache import pack, unpack
 from headloom.ops.cache import Seen
 
 CLOSE = {"rtol": 0, "atol": 1e-10}

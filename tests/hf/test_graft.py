@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StableLmConfig, StableLmForCausalLM
 
-from headloom.attention import mechanisms
 from headloom.core.errors import HeadloomError
 from headloom.hf import graft
-from headloom.hf.grafting import parse_layers
+from headloom.hf.grafting.graft import parse_layers
+from headloom.mechanism import mechanisms
 
 EXACT = {
     "gqa": ("gqa", {}),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headloom.hf import build_model, graft, mix_names, parameter_groups
-from headloom.hf.groups import mix_groups
+from headloom.hf.grafting.groups import mix_groups
 
 SIZES = {
     "vocab_size": 41,

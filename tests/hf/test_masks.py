@@ -6,7 +6,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from headloom.core.errors import HeadloomError
-from headloom.hf import masks
+from headloom.hf.model import masks
 from headloom.ops.masks import Causal, Dense, Padding
 
 BACKENDS = ["headloom", "sdpa", "eager"]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headloom.attention import mechanisms
-from headloom.bench.cost import model_flops
 from headloom.core.errors import HeadloomError
+from headloom.costs.count import model_flops
 from headloom.hf import build_model, graft
+from headloom.mechanism import mechanisms
 
 SIZES = {
     "vocab_size": 41,

@@ -15,9 +15,9 @@ import torch
 import transformers_tests
 from published import default_config
 
-from headloom.hf.classes import model_class, register_heads
-from headloom.hf.config import grafted_config
-from headloom.hf.family import families
+from headloom.hf.model.classes import model_class, register_heads
+from headloom.hf.model.config import grafted_config
+from headloom.hf.model.family import families
 
 FAMILIES = ("llama", "gpt2", "bert", "gemma2")
 SKIPPED = [  # names, families (None: all four), why

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import headloom as hl
-from headloom.attention import mechanisms
 from headloom.core.errors import HeadloomError
 from headloom.hf import graft
+from headloom.mechanism import mechanisms
 
 TINY = {name: info.cls(info.config_cls.tiny()).double() for name, info in mechanisms().items()}
 WEIGHTED = [name for name, attention in TINY.items() if not attention.without_weights]
@@ -99,7 +99,7 @@ def test_every_family(family_weights):
 def family_weights(request):
     from published import default_config
 
-    from headloom.hf.family import families
+    from headloom.hf.model.family import families
 
     found = []
     for name, family in families().items():

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.rope import FamilyRotary, from_parameters, provide, scaling_types, to_parameters
+from headloom.hf.model.rope import FamilyRotary, from_parameters, provide, scaling_types, to_parameters
 from headloom.ops.rotary import Rotary
 
 SCALINGS = {

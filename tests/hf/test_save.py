@@ -21,8 +21,8 @@ from transformers import (
 import headloom.hf  # noqa: F401  registers the folder's model type
 from headloom.core.errors import HeadloomError
 from headloom.hf import graft
-from headloom.hf.classes import HeadloomLlamaForCausalLM
-from headloom.hf.config import config_class
+from headloom.hf.model.classes import HeadloomLlamaForCausalLM
+from headloom.hf.model.config import config_class
 
 
 def equal(one, two):

@@ -11,7 +11,7 @@ from transformers.utils.hub import PushToHubMixin
 
 import headloom as hl
 from headloom.core.errors import HeadloomError
-from headloom.hf.model import Graft
+from headloom.hf.model.mixin import Graft
 
 SHARDS = "20KB"
 

@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto import modeling_auto
 
 import headloom as hl
-from headloom.attention import mechanisms
 from headloom.hf import build_model
-from headloom.hf.config import grafted_config
-from headloom.hf.family import families
+from headloom.hf.model.config import grafted_config
+from headloom.hf.model.family import families
+from headloom.mechanism import mechanisms
 from headloom.ops.mixing import Mix
 
 HALVES = [torch.bfloat16, torch.float16]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import headloom.train.run as runs
 from headloom.core.errors import RunError
 from headloom.core.heap import freed_memory
-from headloom.lab import worker
+from headloom.lab.run import worker
 
 
 def train(run, data, tokenizer, folder, on_progress, **options):

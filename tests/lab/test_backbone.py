@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.compare import compare_command, comparison_study
-from headloom.lab.layers import meta_model, run_config
-from headloom.lab.resolve import resolve
-from headloom.lab.spec import StudySpec
-from headloom.lab.variants import parse_variants
+from headloom.lab.plan.layers import meta_model, run_config
+from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolved import StudySpec
+from headloom.lab.spec.variants import parse_variants
 from headloom.train.run import build
 
 FIELDS = {
@@ -102,7 +102,7 @@ def test_the_command_and_the_runs_say_it_all(folder):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here, so nothing is refused")
 def test_cuda_where_there_is_none_is_refused_before_anything_is_trained(text_file):
-    from headloom.lab.plan import make_plan
+    from headloom.lab.plan.plan import make_plan
 
     with pytest.raises(HeadloomError, match="asks for device 'cuda', but torch sees none"):
         make_plan(spec_of(device="cuda", data=str(text_file), tokens=16))

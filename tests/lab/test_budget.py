@@ -3,8 +3,8 @@ import random
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.budget import nearest, setting, solve, turned
-from headloom.lab.spec import Shape
+from headloom.lab.plan.budget import nearest, setting, solve, turned
+from headloom.lab.spec.resolved import Shape
 
 SHAPE = Shape(
     num_layers=2, hidden_size=128, num_heads=8, head_dim=16, intermediate_size=344, tokens=128, batch_size=8, steps=300

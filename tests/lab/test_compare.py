@@ -6,12 +6,12 @@ import pytest
 
 from headloom.core.errors import HeadloomError, RunError
 from headloom.lab.compare import Comparison, Interrupted, compare, make_spec
-from headloom.lab.plan import make_plan
-from headloom.lab.progress import Progress
-from headloom.lab.sizes import get_size
-from headloom.lab.spec import identity
-from headloom.lab.statistics import paired_difference
-from headloom.lab.variants import parse_variants
+from headloom.lab.plan.plan import make_plan
+from headloom.lab.results.statistics import paired_difference
+from headloom.lab.run.progress import Progress
+from headloom.lab.spec.resolved import identity
+from headloom.lab.spec.sizes import get_size
+from headloom.lab.spec.variants import parse_variants
 
 TWO = "mha,iha:pseudo_heads=2"
 
@@ -117,7 +117,7 @@ def test_every_variant_is_read_at_the_references_time(made):
 
 
 def test_costs_are_of_the_whole_model(made):
-    from headloom.bench.cost import cost
+    from headloom.costs.count import cost
 
     size = get_size("tiny")
     layer = cost("mha", tokens=16, hidden_size=size.hidden_size, num_heads=size.num_heads)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab import study
-from headloom.lab.engines import Listener, local, open_engine
-from headloom.lab.engines.local import Local
-from headloom.lab.work import Bundle, Failed, Job, reason, work
+from headloom.lab.run.engines import Listener, local, open_engine
+from headloom.lab.run.engines.local import Local
+from headloom.lab.run.work import Bundle, Failed, Job, reason, work
+from headloom.lab.spec import study
 
 FATES = ("good", "segfault", "killed", "worker killed", "slow", "gone", "broken", "memory", "full", "nan", "good again")
 

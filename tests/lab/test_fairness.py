@@ -1,7 +1,7 @@
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.fairness import differences, refuse_other_differences
+from headloom.lab.plan.fairness import differences, refuse_other_differences
 
 MHA = {"mechanism": "mha", "attention": {"rope_theta": 10000.0, "base": "mha"}, "intermediate_size": 344, "lr": 0.1}
 IHA = {"mechanism": "iha", "attention": {"rope_theta": 10000.0, "base": "gqa", "order": "token"},
@@ -52,9 +52,9 @@ def test_what_means_nothing_to_a_mechanism_makes_no_difference():
 
 def test_a_mechanism_without_rotary_compares_with_those_that_have_it():
     from headloom.lab.compare import make_spec
-    from headloom.lab.layers import allowed_differences, attention_config, meaningless
-    from headloom.lab.sizes import get_size
-    from headloom.lab.variants import parse_variants
+    from headloom.lab.plan.layers import allowed_differences, attention_config, meaningless
+    from headloom.lab.spec.sizes import get_size
+    from headloom.lab.spec.variants import parse_variants
 
     def check(variants):
         given = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1}

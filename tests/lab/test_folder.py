@@ -4,7 +4,7 @@ import pytest
 
 from headloom.core.errors import HeadloomError
 from headloom.core.files import write_json
-from headloom.lab.folder import open_folder, slug, write_csv
+from headloom.lab.plan.folder import open_folder, slug, write_csv
 
 
 def hold(path, study_hash, **resolved):

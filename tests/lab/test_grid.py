@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.engines import base
-from headloom.lab.progress import Progress
-from headloom.lab.resolve import resolve
-from headloom.lab.results import rate_beyond
-from headloom.lab.status import study_status
-from headloom.lab.study import Study
-from headloom.lab.work import Failed
+from headloom.lab.results.summary import rate_beyond
+from headloom.lab.run.engines import base
+from headloom.lab.run.progress import Progress
+from headloom.lab.run.status import study_status
+from headloom.lab.run.work import Failed
+from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.study import Study
 from headloom.train.records import RunResult, machine
 
 BEST = {"mha": 0.00025, "iha": 0.03}  # two below the grid; four above, of which three are tried

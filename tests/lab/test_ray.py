@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.engines import Listener
-from headloom.lab.engines import cluster as engines
-from headloom.lab.progress import Progress
-from headloom.lab.study import Engine, Study
-from headloom.lab.work import Bundle, Failed, Foreign, Job
+from headloom.lab.run.engines import Listener
+from headloom.lab.run.engines import cluster as engines
+from headloom.lab.run.progress import Progress
+from headloom.lab.run.work import Bundle, Failed, Foreign, Job
+from headloom.lab.spec.study import Engine, Study
 
 pytestmark = pytest.mark.ray
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from headloom.lab.readings import at_step, at_time, time_sentence, told_apart
-from headloom.lab.statistics import paired_difference
+from headloom.lab.results.readings import at_step, at_time, time_sentence, told_apart
+from headloom.lab.results.statistics import paired_difference
 
 CURVE = [{"step": 10, "bits_per_byte": 4.0}, {"step": 20, "bits_per_byte": 3.0}, {"step": 40, "bits_per_byte": 2.0}]
 AGAINST = {"mha": None, "iha": "mha", "gqa": "mha"}

@@ -4,10 +4,16 @@ import pytest
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.compare import compare_command, make_spec
-from headloom.lab.fairness import refuse_other_differences
-from headloom.lab.layers import allowed_differences, attention_config, count_parameters, meaningless, run_config
-from headloom.lab.sizes import get_size
-from headloom.lab.variants import parse_variants
+from headloom.lab.plan.fairness import refuse_other_differences
+from headloom.lab.plan.layers import (
+    allowed_differences,
+    attention_config,
+    count_parameters,
+    meaningless,
+    run_config,
+)
+from headloom.lab.spec.sizes import get_size
+from headloom.lab.spec.variants import parse_variants
 
 
 def spec(variants, size="small", **changes):

@@ -5,9 +5,9 @@ import pytest
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.compare import compare_command, make_spec
-from headloom.lab.sizes import SIZES, gated_width, get_size
-from headloom.lab.spec import StudySpec, identity
-from headloom.lab.variants import Variant, parse_variants
+from headloom.lab.spec.resolved import StudySpec, identity
+from headloom.lab.spec.sizes import SIZES, gated_width, get_size
+from headloom.lab.spec.variants import Variant, parse_variants
 
 TWO = [Variant("mha", {}, "mha"), Variant("iha", {"pseudo_heads": 2}, "iha")]
 

@@ -3,7 +3,7 @@ import math
 import pytest
 from scipy import stats
 
-from headloom.lab.statistics import (
+from headloom.lab.results.statistics import (
     Difference,
     correct,
     decimals,

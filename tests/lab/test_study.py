@@ -5,12 +5,12 @@ import json
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab import timing
-from headloom.lab.budget import TOLERANCE
-from headloom.lab.plan import make_plan
-from headloom.lab.ready import ready_studies
-from headloom.lab.resolve import resolve
-from headloom.lab.study import Study
+from headloom.lab.plan import timing
+from headloom.lab.plan.budget import TOLERANCE
+from headloom.lab.plan.plan import make_plan
+from headloom.lab.spec.ready import ready_studies
+from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.study import Study
 
 SMALL = {
     "backbone": {"layers": 1, "width": 32, "heads": 2},
@@ -303,7 +303,7 @@ def test_a_study_in_python_is_the_one_in_yaml():
 def test_a_full_disk_is_said_and_nothing_is_lost(trained, monkeypatch):
     import errno
 
-    from headloom.lab import runner
+    from headloom.lab.run import runner
 
     found, _, _, made = trained
     before = {path: path.read_bytes() for path in found.folder.rglob("*") if path.is_file()}
@@ -327,8 +327,8 @@ def test_checkpoints_that_a_kill_left_beside_a_result_are_removed(trained):
 
 def test_a_mapping_goes_from_yaml_to_the_module_as_it_is(text_file, tmp_path):
     """For all variants of a name, for one variant, and swept: the module's own config holds the mapping."""
-    from headloom.lab.layers import meta_model
-    from headloom.lab.spec import StudySpec
+    from headloom.lab.plan.layers import meta_model
+    from headloom.lab.spec.resolved import StudySpec
 
     scaling = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0, 2.0] * 4}
     path = tmp_path / "scaled.yaml"

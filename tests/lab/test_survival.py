@@ -26,8 +26,8 @@ engine: {name: inline, checkpoint_seconds: 0, workers: 1}
 LIVES = """
 import json, os, pathlib, random, signal, sys, tempfile, time
 import headloom as hl
-import headloom.lab.timing, headloom.train.run
-headloom.lab.timing.REPEATS = 1
+import headloom.lab.plan.timing, headloom.train.run
+headloom.lab.plan.timing.REPEATS = 1
 
 def live(file, out, moments=0):
     # a process that runs the study; SIGKILL ends it at the last of so many moments, those in which it touches a file

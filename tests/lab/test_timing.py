@@ -3,9 +3,9 @@
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.resolve import resolve
-from headloom.lab.study import Study
-from headloom.lab.timing import Measured, match_time
+from headloom.lab.plan.timing import Measured, match_time
+from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.study import Study
 
 
 def spec(*variants, **values):
@@ -90,8 +90,8 @@ def test_real_steps_are_measured_interleaved(text_file, monkeypatch):
     import torch
 
     from headloom.bench import speed
-    from headloom.lab.plan import make_plan
-    from headloom.lab.timing import step_times
+    from headloom.lab.plan.plan import make_plan
+    from headloom.lab.plan.timing import step_times
 
     plan = make_plan(
         resolve(

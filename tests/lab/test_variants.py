@@ -1,7 +1,7 @@
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.variants import parse_variants, refuse_duplicates
+from headloom.lab.spec.variants import parse_variants, refuse_duplicates
 
 
 def texts(variants):

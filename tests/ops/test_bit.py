@@ -109,7 +109,7 @@ def test_cached_and_full_passes_round_the_same_numbers(name):
     config = hl.mechanisms()[name].config_cls.tiny(projection="bit")
     for seed in range(10):
         torch.manual_seed(seed)
-        attn = hl.attention.build_from_config(config)
+        attn = hl.attention(config)
         if name == "mfa_kr":
             torch.nn.init.normal_(attn.alpha.weight)
         read: list[torch.Tensor] = []
@@ -175,13 +175,13 @@ def test_gradients_pass_through_a_packed_matrix_to_what_stands_below():
 @pytest.mark.parametrize("name", list(hl.mechanisms()))
 def test_every_mechanism_packs(name):
     config = hl.mechanisms()[name].config_cls.tiny(projection="bit", out_bias=True)
-    attn = hl.attention.build_from_config(config).eval()
+    attn = hl.attention(config).eval()
     x = torch.randn(2, 5, config.hidden_size)
     before, count, size = attn(x), weight_count(attn), weight_bytes(attn)
     assert hl.pack_bits(attn) is attn and attn.config == config.replace(projection="packed")
     assert torch.equal(attn(x), before)
     assert weight_count(attn) == count and weight_bytes(attn) < size
-    fresh = hl.attention.build_from_config(attn.config)
+    fresh = hl.attention(attn.config)
     assert not torch.equal(fresh(x), before)
     state = attn.state_dict()
     assert {state[name].dtype for name in state if name.endswith(".packed")} == {torch.uint8}

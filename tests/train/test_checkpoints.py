@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from headloom.attention import Attention
 from headloom.core.files import DiskFull, write_json
+from headloom.mechanism import Attention
 from headloom.ops.mixing import Mix
 from headloom.train import checkpoints
 from headloom.train.records import read_metrics

@@ -1,1 +1,1 @@
-"""One file a model family: `FAMILY`, an instance of `headloom.hf.family.Family`."""
+"""One file a model family: `FAMILY`, an instance of `headloom.hf.model.family.Family`."""

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.family import Encoder
-from headloom.hf.layouts import Separate
+from headloom.hf.model.family import Encoder
+from headloom.hf.model.layouts import Separate
 
 
 class Bert(Encoder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.family import Decoder
+from headloom.hf.model.family import Decoder
 
 
 class Gemma2(Decoder):

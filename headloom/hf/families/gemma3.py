@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from headloom.hf.family import Decoder
-from headloom.hf.layouts import Separate
+from headloom.hf.model.family import Decoder
+from headloom.hf.model.layouts import Separate
 
 
 class Gemma3(Decoder):

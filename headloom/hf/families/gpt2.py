@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.family import Family
-from headloom.hf.layouts import Fused
+from headloom.hf.model.family import Family
+from headloom.hf.model.layouts import Fused
 
 
 class GPT2(Family):

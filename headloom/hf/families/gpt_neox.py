@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headloom.hf.family import Family
-from headloom.hf.layouts import Fused
-from headloom.hf.rope import from_parameters
+from headloom.hf.model.family import Family
+from headloom.hf.model.layouts import Fused
+from headloom.hf.model.rope import from_parameters
 
 
 class GPTNeoX(Family):

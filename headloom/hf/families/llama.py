@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.family import Decoder
+from headloom.hf.model.family import Decoder
 
 
 class Llama(Decoder):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.family import Decoder
+from headloom.hf.model.family import Decoder
 
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2  # as published
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headloom.hf.family import Encoder
-from headloom.hf.layouts import Fused
-from headloom.hf.rope import FamilyRotary, from_parameters
+from headloom.hf.model.family import Encoder
+from headloom.hf.model.layouts import Fused
+from headloom.hf.model.rope import FamilyRotary, from_parameters
 
 
 class SingleRotary(FamilyRotary):

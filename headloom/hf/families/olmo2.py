@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headloom.hf.family import Decoder
-from headloom.hf.layouts import Separate
-from headloom.hf.rope import FamilyRotary
+from headloom.hf.model.family import Decoder
+from headloom.hf.model.layouts import Separate
+from headloom.hf.model.rope import FamilyRotary
 
 
 class WideRotary(FamilyRotary):

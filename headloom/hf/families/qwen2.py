@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headloom.hf.family import Decoder
+from headloom.hf.model.family import Decoder
 
 
 class Qwen2(Decoder):

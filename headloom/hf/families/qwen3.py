@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headloom.hf.family import Decoder
-from headloom.hf.layouts import Separate
+from headloom.hf.model.family import Decoder
+from headloom.hf.model.layouts import Separate
 
 
 class Qwen3(Decoder):

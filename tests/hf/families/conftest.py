@@ -9,9 +9,9 @@ from published import default_config, published_config
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from headloom.attention import make_config
-from headloom.hf.classes import grafted_class
-from headloom.hf.family import families
+from headloom.hf.model.classes import grafted_class
+from headloom.hf.model.family import families
+from headloom.mechanism import make_config
 
 FLAT = {"bert", "roberta", "modernbert"}  # encoders
 DROPOUTS = {"resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"}

@@ -208,7 +208,7 @@ def test_what_a_family_cannot(model_of, refusing, head, changes, message):
 
 
 def test_multimodal_gemma_is_named():
-    from headloom.hf.family import family_named
+    from headloom.hf.model.family import family_named
 
     with pytest.raises(
         HeadloomError, match=r"type 'gemma3' cannot be grafted: image tokens .* 'gemma3_text' checkpoint"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headloom.hf.config import grafted_config
+from headloom.hf.model.config import grafted_config
 
 WIDE = {"hidden_size": 96, "intermediate_size": 61, "initializer_range": 0.05}
 SPECS = {"iha": {"mechanism": "iha", "options": {"pseudo_heads": 2}}, "talking_heads": {"mechanism": "talking_heads"}}

@@ -99,7 +99,7 @@ def test_the_model_is_left_as_it_was(base, family, case):
 
 def test_a_change_that_is_found_late_is_taken_back(base, family, monkeypatch):
     """The swap was done before the difference was measured."""
-    from headloom.attention import mechanisms
+    from headloom.mechanism import mechanisms
 
     model = base()
     before, _ = seen(model)

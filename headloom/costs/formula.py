@@ -1,0 +1,144 @@
+"""The closed form of what a mechanism remembers, read off its own `cache_slots`: sizes that remember their letters."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from headloom.mechanism import AttentionConfig, MechanismInfo, build_from_config
+
+LETTERS = {
+    "simulated_heads": "E",
+    "pseudo_heads": "P",
+    "num_heads": "H",
+    "num_kv_heads": "G",
+    "k_rank": "R_k",
+    "v_rank": "R_v",
+    "hidden_size": "D",
+    "latent_dim": "C",
+    "simulated_width": "J",
+    "head_dim": "K",
+    "rotary_dim": "K_r",
+    "plain_dim": "K_n",
+    "value_dim": "V",
+}
+"""Fields of configs and their letters in the documentation, in the order in which a product is written."""
+SAME = (("num_kv_heads", "num_heads"), ("value_dim", "head_dim"))
+"""Where the first equals the second by default, it has the second's letter."""
+
+
+class Size(int):
+    """An int that is a polynomial in letters; `terms` maps a product of letters to its coefficient.
+
+    >>> G, K = Size.named(2, "G"), Size.named(10, "K")
+    >>> both = G * K + 3 * (K * G) + G // 2 * K * K
+    >>> both, str(both)
+    (180, '4 G K + 1/2 G K^2')
+    """
+
+    terms: dict[tuple[str, ...], Fraction]
+
+    @classmethod
+    def of(cls, value: int, terms: dict[tuple[str, ...], Fraction]) -> Size:
+        made = cls(value)
+        made.terms = terms
+        return made
+
+    @classmethod
+    def named(cls, value: int, letter: str) -> Size:
+        return cls.of(value, {(letter,): Fraction(1)})
+
+    def __add__(self, other: int) -> Size:
+        terms = dict(self.terms)
+        for letters, factor in _terms(other).items():
+            terms[letters] = terms.get(letters, Fraction(0)) + factor
+        return Size.of(int(self) + int(other), terms)
+
+    def __mul__(self, other: int) -> Size:
+        terms: dict[tuple[str, ...], Fraction] = {}
+        for mine, a in self.terms.items():
+            for theirs, b in _terms(other).items():
+                letters = tuple(sorted(mine + theirs, key=_rank))
+                terms[letters] = terms.get(letters, Fraction(0)) + a * b
+        return Size.of(int(self) * int(other), terms)
+
+    def __floordiv__(self, other: int) -> int:
+        if isinstance(other, Size) or int(self) % other:
+            return int(self) // int(other)
+        return Size.of(int(self) // other, {letters: factor / other for letters, factor in self.terms.items()})
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def at(self, values: dict[str, int]) -> Fraction:
+        """Its value where letters have other ones."""
+        return sum(
+            (factor * math.prod(values[letter] for letter in letters) for letters, factor in self.terms.items()),
+            Fraction(0),
+        )
+
+    def __repr__(self) -> str:
+        return int.__repr__(self)
+
+    def __str__(self) -> str:
+        products = sorted(self.terms.items(), key=lambda term: [_rank(letter) for letter in term[0]])
+        return " + ".join(_product(letters, factor) for letters, factor in products)
+
+
+def _product(letters: tuple[str, ...], factor: Fraction) -> str:
+    counted = [(letter, len(list(run))) for letter, run in itertools.groupby(letters)]
+    powers = [letter if power == 1 else f"{letter}^{power}" for letter, power in counted]
+    return " ".join([*([] if factor == 1 and letters else [str(factor)]), *powers])
+
+
+def _terms(value: int) -> dict[tuple[str, ...], Fraction]:
+    return value.terms if isinstance(value, Size) else {(): Fraction(int(value))} if value else {}
+
+
+def _rank(letter: str) -> tuple[int, str]:
+    order = list(LETTERS.values())
+    return (order.index(letter), letter) if letter in order else (-1, letter)
+
+
+def _letters(config: AttentionConfig, tiny: AttentionConfig) -> dict[str, str]:
+    """Field -> letter, for the sizes of a config; equal letters where the tiny config says that they go together."""
+    fields, names = tiny.to_dict(), {}
+    for field, value in config.to_dict().items():
+        if type(value) is int and value != 1:
+            names[field] = LETTERS.get(field, field)
+            for one, other in SAME:
+                if field == one and fields[one] == fields[other] and value == getattr(config, other):
+                    names[field] = LETTERS[other]
+    return names
+
+
+def cache_formula(info: MechanismInfo, config: AttentionConfig) -> tuple[str, str]:
+    """What a token leaves in the cache of a layer, and what a sequence does however long, in closed form.
+
+    "" where it is nothing, or where a size reached a slot by a way that letters do not survive: the form found at the
+    tiny config must give the numbers of `config` too.
+    """
+    tiny = info.config_cls.tiny()
+    letters = _letters(tiny, tiny)
+    values = {letter: getattr(config, field) for field, letter in letters.items()}
+    forms, numbers = _remembered(tiny, letters), _remembered(config, {})
+    return tuple(
+        str(form) if isinstance(form, Size) and form.at(values) == number else ""
+        for form, number in zip(forms, numbers, strict=True)
+    )  # type: ignore[return-value]
+
+
+def _remembered(config: AttentionConfig, letters: dict[str, str]) -> tuple[int, int]:
+    """Elements a token leaves, and a sequence, in sizes that know their letters."""
+    with torch.device("meta"):
+        attn = build_from_config(config)
+    symbolic: Any = copy.copy(config)
+    for field, letter in letters.items():
+        object.__setattr__(symbolic, field, Size.named(getattr(config, field), letter))
+    attn.config = symbolic
+    growing = sum((heads * width for heads, width in attn.cache_slots().values()), 0)
+    return growing, sum((heads * rows * width for heads, rows, width in attn.constant_slots().values()), 0)

@@ -1,0 +1,1 @@
+"""Making such models: grafted, built, folded back."""

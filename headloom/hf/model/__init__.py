@@ -1,0 +1,1 @@
+"""A family's model with Headloom's attention in it: attention, config, classes, masks, cache."""

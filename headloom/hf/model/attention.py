@@ -1,0 +1,146 @@
+"""A mechanism's module where a family expects its attention: called the family's way, named the mechanism's way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headloom.contract.config import AttentionConfig
+from headloom.core.errors import HeadloomError
+from headloom.hf.model.config import FAMILY_ROTARY
+from headloom.hf.model.family import Family
+from headloom.hf.model.layouts import Misfit
+from headloom.hf.model.masks import alone, is_all
+from headloom.hf.model.room import view_of
+from headloom.hf.model.rope import FamilyRotary
+from headloom.hf.model.share import weights_at_hand
+from headloom.mechanism import layer_config, make_config, mechanisms, taken
+from headloom.ops.masks import Window, refuse
+
+PLACES_UNKNOWN = (
+    "the 4-D mask shows its queries different cached tokens (branches of a tree), and this layer rotates cached keys "
+    "when it reads them: a transformers cache holds no positions to do so. Choose options that remember rotated keys "
+    "(cache='expanded', no rotary scaling that changes with length), or crop the cache to one branch"
+)
+
+
+class GraftedAttention:
+    """Mixin before a mechanism's class: the attention of a layer.
+
+    It takes what the layer passes (hidden states, the family's cos and sin, which it does not need, a mask in any
+    form and whether it is the caller's, a transformers cache under any of its names, position ids, whether they only
+    count from 0, documents) and returns (output, weights), weights only if asked for.
+    """
+
+    own_window: int | None = None
+    """A window that the family's config does not know, so that masks made by transformers do not hold it."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        cache: Any = None,
+        position_ids: Tensor | None = None,
+        documents: Tensor | None = None,
+        in_order: bool = False,
+        with_weights: bool = False,
+        mask_is_all: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        for name in ("past_key_values", "layer_past"):
+            cache = kwargs.get(name) if cache is None else cache
+        position_ids = kwargs.get("places") if position_ids is None else position_ids
+        layer, T = self.layer_index, hidden_states.shape[1]  # type: ignore[attr-defined]
+        view = None if cache is None else view_of(getattr(cache, "self_attention_cache", cache), layer, T)
+        exact = is_all(attention_mask, mask_is_all)
+        mask = alone(attention_mask, T, exact) if view is None else view.arriving(attention_mask, layer, T, exact=exact)
+        if exact and mask_is_all is None and self.own_window is not None and mask is not None:
+            mask = mask & Window(self.own_window)
+        if exact and view is not None and self.turns_late:  # type: ignore[attr-defined]
+            refuse(view.apart, PLACES_UNKNOWN)
+        offloaded = any(p.is_meta for p in self.parameters()) and not hidden_states.is_meta  # type: ignore[attr-defined]
+        with weights_at_hand(self) if offloaded else contextlib.nullcontext():  # type: ignore[arg-type]
+            attend: Any = super().forward_with_weights if with_weights else super().forward  # type: ignore[misc]
+            found = attend(
+                hidden_states,
+                mask=mask,
+                positions=None if in_order else position_ids,
+                documents=documents,
+                cache=view,
+            )
+        out, weights = found if with_weights else (found, None)
+        hand_over(weights)
+        return out, weights
+
+    def turn(self, x_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
+        if isinstance(self.rotary, FamilyRotary) and self.rotary.single:  # type: ignore[attr-defined]
+            x_BHTK = x_BHTK.float().to(x_BHTK.dtype)
+        return super().turn(x_BHTK, positions_BT, length)  # type: ignore[misc]
+
+
+def hand_over(weights: Tensor | None) -> None:
+    """Give a layer's weights to transformers' collector of `attentions`, whose hooks look for the family's classes."""
+    from transformers.utils.output_capturing import _active_collector
+
+    collected = None if weights is None else _active_collector.get()
+    if collected is not None and "attentions" in collected:  # not when a checkpointed layer is computed again
+        collected["attentions"].append(weights)
+
+
+def attention_config(family: Family, config: Any, index: int, spec: dict[str, Any]) -> AttentionConfig:
+    """The `AttentionConfig` of layer `index`: the family's sizes and switches, and what the spec says besides."""
+    common = family.common(config, index)
+    options = spec.get("options") or {}
+    return layer_config(spec["mechanism"], common, options)
+
+
+def spec_of(family: Family, config: Any, index: int, made: AttentionConfig, mechanism: str) -> dict[str, Any]:
+    """What a config says beyond the family's config: written to disk, so that later defaults change nothing."""
+    common = taken(mechanism, family.common(config, index))
+    options = {k: v for k, v in made.to_dict().items() if k not in common or common[k] != v}
+    return {"mechanism": mechanism, "options": options}
+
+
+def make_attention(family: Family, config: Any, index: int, spec: dict[str, Any], old: nn.Module) -> Any:
+    """The module for layer `index`, standing on the modules of `old`, the family's own attention.
+
+    Where a mechanism needs other projections it makes them itself, if the family names its own as we do; then its
+    `base` is not the family's layout. Raises HeadloomError otherwise.
+    """
+    from headloom.hf.model.classes import attention_class
+
+    if spec["mechanism"] not in mechanisms():
+        make_config(spec["mechanism"])  # raises with the near names
+    made = attention_config(family, config, index, spec)
+    cls, layout = attention_class(family.name, spec["mechanism"]), family.layout
+    try:
+        attention = cls(made, index, base=layout.taking(old))
+        attention.base = layout
+    except Misfit as problem:
+        if not layout.ours:
+            raise HeadloomError(
+                f"layer {index}: {spec['mechanism']} cannot stand on {family.name}'s attention: {problem}"
+            ) from None
+        attention = cls(made, index)
+        layout.give_norms(attention, old)
+    if made.window != family.common(config, index).get("window"):
+        attention.own_window = made.window
+    if config.headloom.get("rotary", FAMILY_ROTARY) == FAMILY_ROTARY and attention.rotary is not None:
+        attention.rotary = family.rotary(attention.rotary.theta, attention.rotary.dim, attention.rotary.scaling)
+    return attention
+
+
+@contextlib.contextmanager
+def in_width_of(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, new tensors are float64 for a float64 model and float32 otherwise: initial values are not rounded."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,1 @@
+"""What will be run: equal budgets, fairness, step times."""

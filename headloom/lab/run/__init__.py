@@ -1,0 +1,1 @@
+"""Carrying it out: the runner, its engines and workers."""

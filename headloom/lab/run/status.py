@@ -1,0 +1,87 @@
+"""Looking at studies without running them: how far one is, and what two differ in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from headloom.core.errors import HeadloomError, near
+from headloom.core.files import read_json
+from headloom.core.locks import is_locked
+from headloom.lab.plan.fairness import differences
+from headloom.lab.results.summary import is_beyond, read_runs
+from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolved import StudySpec
+from headloom.lab.spec.study import Study
+
+
+def study_status(folder: Path) -> dict[str, Any]:
+    """Counts of runs by state, the failures, whether a process is at it, and the command that goes on with it."""
+    study = _manifest(folder)
+    spec = _spec(study)
+    runs = read_runs(spec, folder)
+    total = len(spec.variants) * (len(spec.learning_rates) * spec.grid_seeds + len(spec.seeds) - spec.grid_seeds)
+    total += sum(is_beyond(spec, run["seed"], run["learning_rate"]) for run in runs)  # as far as they are decided on
+    counts = Counter(run["status"] for run in runs)
+    counts["waiting"] = total - counts["finished"] - counts["failed"]  # those at rates not chosen yet too
+    return {
+        "name": study["name"],
+        "hash": study["hash"],
+        "command": study["command"],
+        "running": is_locked(folder),
+        "runs": {name: counts[name] for name in ("finished", "failed", "waiting")},
+        "failures": [
+            {key: run[key] for key in ("variant", "seed", "learning_rate", "reason")}
+            for run in runs
+            if run["status"] == "failed"
+        ],
+    }
+
+
+def study_differences(first: str, second: str, *, size: str | None = None) -> dict[str, dict[str, Any]]:
+    """Key -> {first: value, second: value} of two studies (folders, files, ready names) or of FOLDER@VARIANT."""
+    names = [first, second if second != first else f"{second} (again)"]
+    return differences({name: _settings(what, size) for name, what in zip(names, (first, second), strict=True)})
+
+
+def _settings(what: str, size: str | None) -> dict[str, Any]:
+    place, at, label = what.partition("@")
+    if Path(place).is_dir():
+        study = _manifest(Path(place))
+        if at:
+            return _config(study, label)
+        spec = study["spec"]
+        data = {"fingerprint": study["data"]["fingerprint"]}
+        return {**_keyed(spec), "data_read": data, "versions": study["versions"], "frozen": study["frozen"]}
+    if at:
+        raise HeadloomError(f"'{place}' is no study's folder, so it has no variants that were resolved: give a folder")
+    return _keyed(resolve(Study.from_yaml(place, size=size)).model_dump(mode="json"))
+
+
+def _config(study: dict[str, Any], label: str) -> dict[str, Any]:
+    configs = study["resolved"]["configs"]
+    if label not in configs:
+        raise HeadloomError(f"'{label}' is no variant.{near(label, configs)} They are: {', '.join(configs)}")
+    return {**configs[label], **study["frozen"].get(label, {})}
+
+
+def _keyed(spec: dict[str, Any]) -> dict[str, Any]:
+    """With variants and budgets by name, so that they are compared one by one."""
+    variants = {v["label"]: {key: value for key, value in v.items() if key != "label"} for v in spec["variants"]}
+    budgets = {b["match"]: b for b in spec["budgets"]}
+    return {**spec, "variants": variants, "budgets": budgets}
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    found = read_json(folder / "study.json")
+    if found is None or found.get("format") != 2:
+        raise HeadloomError(f"'{folder}' holds no study of this version: give the folder that headloom study run wrote")
+    return found
+
+
+def _spec(study: dict[str, Any]) -> StudySpec:
+    import json
+
+    values = {key: value for key, value in study["spec"].items() if key != "steps"}
+    return StudySpec.model_validate_json(json.dumps(values))

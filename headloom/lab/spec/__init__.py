@@ -1,0 +1,1 @@
+"""What is asked: studies, variants and sizes as people write them, and resolved."""

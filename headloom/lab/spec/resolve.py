@@ -1,0 +1,311 @@
+"""From a study as written to one in which nothing is left open; contradictions are refused here, before any data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from headloom.core.errors import HeadloomError, near
+from headloom.lab.spec.names import check_name
+from headloom.lab.spec.options import parse_options, show
+from headloom.lab.spec.resolved import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, VariantSpec, one_line
+from headloom.lab.spec.sizes import Size, gated_width, get_size
+from headloom.lab.spec.study import Entry, Study
+from headloom.lab.spec.variants import Variant, defaults, labelled, parse_variant, split_variant, with_defaults
+from headloom.train import tracking
+from headloom.train.config import evaluation_bytes
+
+TOLERANCES = {"parameters": 0.005, "flops": 0.01, "cache": 0.01, "time": 0.01, "tokens": 0.01}
+
+
+def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | None = None) -> StudySpec:
+    """The study with everything filled in.
+
+    Args:
+        variants: of a comparison, parsed already; else the study's entries are.
+
+    Raises HeadloomError for names, options, axes, budgets and seeds that are unknown or contradict each other.
+    """
+    size = get_size(study.size)
+    tracking.check_name(study.engine.track)
+    seeds = _seeds(study)
+    entries = [Entry(use=v.text) for v in variants] if variants is not None else list(study.variants)
+    rates = study.learning_rates or (size.learning_rate,)
+    if len(set(rates)) < len(rates):
+        raise HeadloomError(f"learning_rates {list(rates)} holds one twice: give each once")
+    if study.extend_grid and len(rates) == 1:
+        raise HeadloomError("extend_grid goes on beyond a grid, and there is one rate: give two learning_rates or more")
+    for name in (*study.options, *(split_variant(entry.use)[0] for entry in entries)):
+        check_name(name)  # before torch is imported for options and configs
+    backbone = _backbone(study.config)
+    made, reference = _variants(study, size, entries, variants, backbone)
+    whole = study.validation_bytes or size.validation_bytes
+    shortest = min(variant.shape.tokens_trained for variant in made if variant.against is None)
+    try:
+        spec = StudySpec(
+            kind=kind,  # type: ignore[arg-type]
+            name=study.name,
+            title=study.title or study.name,
+            question=study.question,
+            size=size.name,
+            variants=tuple(made),
+            reference=reference,
+            budgets=tuple(
+                BudgetSpec(
+                    match=budget.match,
+                    knobs=budget.knob,
+                    tolerance=budget.tolerance or TOLERANCES[budget.match],
+                    target=budget.target,
+                    convention=budget.convention,
+                )
+                for budget in study.budgets
+            ),
+            axes=study.axes,
+            tie_embeddings=backbone.get("tie_embeddings", size.tie_embeddings),
+            rope_theta=backbone.get("rope_theta", size.rope_theta),
+            rope_scaling=backbone.get("rope_scaling"),
+            norm_eps=backbone.get("norm_eps", 1e-6),
+            config=study.config,
+            seeds=seeds,
+            grid_seeds=min(study.grid_seeds or len(seeds), len(seeds)),
+            learning_rates=tuple(sorted(rates)),
+            extend_grid=study.extend_grid,
+            data=study.data,
+            text_column=study.text_column,
+            tokenizer=study.tokenizer,
+            validation_bytes=whole,
+            evaluations=study.evaluations,
+            evaluation_bytes=min(whole, evaluation_bytes(shortest, study.evaluations)),
+            selection_bytes=(study.selection_bytes or size.validation_bytes) if len(rates) > 1 else None,
+            threads=study.threads or size.threads or cores(),
+            device=None if study.device == "auto" else study.device,
+            dtype=study.dtype,
+            compile=study.compile,
+            checkpoint_activations=study.checkpoint_activations,
+        )
+    except ValidationError as error:
+        raise HeadloomError(one_line(error)) from None
+    check_budgets(spec)
+    return spec
+
+
+def _backbone(config: str | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    from headloom.hf.grafting.backbone import read_backbone
+
+    return read_backbone(config)
+
+
+def cores() -> int:
+    """Processor cores this process may use."""
+    from headloom.train.records import machine
+
+    return int(machine()["cores"])
+
+
+def _seeds(study: Study) -> tuple[int, ...]:
+    given = study.seeds
+    if isinstance(given, int):
+        if not 1 <= given <= 1000:
+            raise HeadloomError(f"seeds must be a number of seeds from 1 to 1000, not {given!r}")
+        given = tuple(range(given))
+    if not given or len(set(given)) < len(given):
+        raise HeadloomError(f"seeds must be a number, or seeds each given once, not {list(given)}")
+    if study.statistics and len(given) < 2:
+        raise HeadloomError(
+            "one seed gives no interval and no p-value: give at least 2 seeds (3 are usual), or statistics: false"
+        )
+    return given
+
+
+def _variants(
+    study: Study,
+    size: Size,
+    entries: Sequence[Entry],
+    parsed: Sequence[Variant] | None,
+    config: Mapping[str, Any],
+) -> tuple[list[VariantSpec], str]:
+    """Every entry, swept, in every group; and the label of the (first) reference."""
+    options = {name: parse_options(name, given.items()) for name, given in study.options.items()}
+    expanded: list[tuple[Entry, Variant, dict[str, int]]] = []
+    for place, entry in enumerate(entries):
+        if parsed is not None:
+            expanded.append((entry, parsed[place], {}))
+            continue
+        for swept, settings in _swept(entry):
+            variant = with_defaults(swept, options.get(swept.mechanism, {}))
+            expanded.append((entry, variant, {**entry.set, **settings}))  # type: ignore[dict-item]
+    used = [variant.mechanism for _, variant, _ in expanded]
+    for name in options:
+        if name not in used:
+            raise HeadloomError(f"options.{name} sets nothing: no variant is one.{near(name, used)}")
+    names = _labels(expanded)
+    reference = _reference(study.reference, names)
+    named = {entry.against for entry, _, _ in expanded}
+    found = []
+    for group in study.groups or ({},):
+        # the first axis names a group; what else it sets follows from that
+        suffix = next((f" {axis}={value}" for axis, value in group.items()), "")
+        for name, (entry, variant, settings) in zip(names, expanded, strict=True):
+            both: dict[str, int] = {**group, **settings}  # type: ignore[dict-item]
+            _declared(study, name, both)
+            against = entry.against or (None if name == reference or name in named else reference)
+            if against is not None and (against not in names or against == name):
+                raise HeadloomError(
+                    f"{name} is to be compared with '{against}', which is no other variant.{near(against, names)}"
+                )
+            found.append(
+                VariantSpec(
+                    label=name + suffix,
+                    mechanism=variant.mechanism,
+                    options=dict(variant.options),
+                    defaulted=variant.defaulted,
+                    against=None if against is None else against + suffix,
+                    group=suffix,
+                    shape=shape_of(study, size, both, name, config),
+                    settings=dict(both),
+                    knobs=dict(entry.knob),
+                )
+            )
+    labels = [variant.label for variant in found]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise HeadloomError(f"two variants are called '{label}': give one of them a label of its own")
+    if len(labels) < 2:
+        raise HeadloomError(f"a comparison needs at least two variants, not {len(labels)} ('{','.join(labels)}')")
+    return found, reference + found[0].group
+
+
+def _swept(entry: Entry) -> list[tuple[Variant, dict[str, int]]]:
+    named = parse_variant(entry.use)
+    options = parse_options(named.mechanism, [*named.options.items(), *entry.options.items()])
+    for key, values in entry.sweep.items():
+        if not values:
+            raise HeadloomError(f"{entry.use}: sweep.{key} is empty: give the values it takes")
+    found = []
+    for values in itertools.product(*entry.sweep.values()):
+        pairs = dict(zip(entry.sweep, values, strict=True))
+        settings = {key: value for key, value in pairs.items() if key in FIELDS}
+        chosen = parse_options(named.mechanism, [(key, v) for key, v in pairs.items() if key not in FIELDS])
+        found.append((Variant(named.mechanism, {**options, **chosen}), settings))
+    return found
+
+
+def _labels(expanded: Sequence[tuple[Entry, Variant, Mapping[str, int]]]) -> list[str]:
+    """Given labels; else the mechanism's name, with the options where that is not unique; then the axes set apart."""
+    free = [variant for entry, variant, _ in expanded if entry.label is None]
+    own = iter(labelled(free, unique=False))
+    names = []
+    for entry, variant, settings in expanded:
+        apart = "".join(f" {axis}={value}" for axis, value in settings.items())
+        if entry.label is None:
+            names.append(next(own) + apart)
+        else:
+            swept = "".join(f" {key}={show(variant.options[key])}" for key in entry.sweep if key not in FIELDS)
+            names.append(entry.label + swept + (apart if entry.sweep else ""))
+    return names
+
+
+def _declared(study: Study, label: str, settings: Mapping[str, int]) -> None:
+    for axis in settings:
+        if axis not in study.axes:
+            raise HeadloomError(
+                f"{label} is set apart in {axis}, which the study does not declare, so the comparison would not be "
+                f"fair: add it to axes (axes: [{', '.join([*study.axes, axis])}]), or give all variants the same {axis}"
+            )
+
+
+# the fields of a config, as a study calls them
+_OF_CONFIG = {
+    "num_layers": "layers",
+    "hidden_size": "width",
+    "num_heads": "heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "F",
+}
+
+
+def shape_of(
+    study: Study, size: Size, settings: Mapping[str, int], label: str, config: Mapping[str, Any] | None = None
+) -> Shape:
+    """The size's shape, with a Hugging Face config's, the study's backbone and a variant's own settings over it.
+
+    Another width takes its gated feed-forward with it, and another number of heads or width the width of a head, unless
+    they are given too.
+    """
+    backbone = {name: value for name, value in study.backbone.model_dump().items() if value is not None}
+    given = {**backbone, **settings}
+    base = {name: config[field] for field, name in _OF_CONFIG.items()} if config else {}
+    if any(given.get(name, base.get(name)) != base.get(name) for name in ("width", "heads")):
+        base.pop("head_dim", None)  # it follows
+    if given.get("width", base.get("width")) != base.get("width"):
+        base.pop("F", None)
+    given = {**base, **given}
+    width, heads = given.get("width", size.hidden_size), given.get("heads", size.num_heads)
+    if "head_dim" not in given and width % heads:
+        raise HeadloomError(f"{label}: {heads} heads do not divide the width {width}: give head_dim, or other heads")
+    same = width == size.hidden_size
+    try:
+        return Shape(
+            num_layers=given.get("layers", size.num_layers),
+            hidden_size=width,
+            num_heads=heads,
+            head_dim=given.get("head_dim", width // heads),
+            intermediate_size=given.get("F", size.intermediate_size if same else gated_width(width)),
+            tokens=given.get("tokens", study.tokens or size.tokens),
+            batch_size=given.get("batch_size", study.batch_size or size.batch_size),
+            steps=given.get("steps", study.steps or size.steps),
+        )
+    except ValidationError as error:
+        raise HeadloomError(f"{label}: {one_line(error)}") from None
+
+
+def _reference(given: str | None, names: Sequence[str]) -> str:
+    if given is not None and given not in names:
+        raise HeadloomError(f"reference '{given}' is no variant.{near(given, names)} They are: {', '.join(names)}")
+    usual = defaults().reference
+    return given or (usual if usual in names else names[0])
+
+
+def check_budgets(spec: StudySpec) -> None:
+    """Refuse budgets that no knob can keep, or that undo each other."""
+    for variant in spec.variants:
+        turned: dict[str, str] = {}
+        kept: list[str] = []
+        for budget in spec.budgets:
+            labels = [other.label for other in spec.variants]
+            if budget.target is not None and budget.target + variant.group not in labels:
+                raise HeadloomError(
+                    f"budget {budget.match}: target '{budget.target}' is no variant.{near(budget.target, labels)}"
+                )
+            if spec.target(budget, variant) is None:
+                continue
+            for knob in budget.knobs_of(variant):
+                _check_knob(variant, budget, knob, turned, kept)
+                turned[knob] = budget.match
+            kept.append(budget.match)
+
+
+def _check_knob(
+    variant: VariantSpec, budget: BudgetSpec, knob: str, turned: Mapping[str, str], kept: Sequence[str]
+) -> None:
+    what = f"{variant.label}: the budgets contradict each other: "
+    if budget.match not in MOVES[knob]:
+        moving = [name for name, moved in MOVES.items() if budget.match in moved]
+        raise HeadloomError(f"{what}{knob} does not move {budget.match}; turn one of {', '.join(moving)}")
+    if knob in turned:
+        raise HeadloomError(f"{what}{knob} is turned for {turned[knob]} and for {budget.match}: name two knobs")
+    if knob in variant.settings:
+        raise HeadloomError(
+            f"{what}{knob} is set to {variant.settings[knob]}, and turned for {budget.match}: do one of the two"
+        )
+    undone = [match for match in kept if match in MOVES[knob]]
+    if undone:
+        raise HeadloomError(
+            f"{what}{knob}, turned for {budget.match}, would undo equal {undone[0]}: put {budget.match} first, turn "
+            "another knob, or leave one of the two out"
+        )

@@ -1,0 +1,180 @@
+"""What a study is, resolved: nothing is left to a default that could change later.
+
+`headloom.lab.spec.study.Study` is what people write; `headloom.lab.spec.resolve` makes this of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Count = Annotated[int, Field(ge=1)]
+LONGEST_STEPS = 10_000_000
+
+Match = Literal["parameters", "flops", "cache", "time", "tokens"]
+Knob = Literal["F", "layers", "heads", "width", "steps"]
+Axis = Literal["F", "layers", "heads", "head_dim", "width", "steps", "tokens", "batch_size"]
+
+# What a knob moves; a budget whose knob moves it not cannot be kept, nor one that a later knob moves again.
+MOVES: dict[str, frozenset[str]] = {
+    "F": frozenset({"parameters", "flops", "time"}),
+    "layers": frozenset({"parameters", "flops", "time", "cache"}),
+    "heads": frozenset({"parameters", "flops", "time", "cache"}),
+    "width": frozenset({"parameters", "flops", "time", "cache"}),
+    "steps": frozenset({"flops", "time", "tokens"}),
+}
+# The fields of a run's configuration that each knob or axis may change.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "F": ("intermediate_size",),
+    "layers": ("num_layers",),
+    "heads": ("num_heads", "head_dim"),
+    "head_dim": ("head_dim",),
+    "width": ("hidden_size", "head_dim", "intermediate_size"),
+    "steps": ("steps", "warmup_steps"),
+    "tokens": ("tokens",),
+    "batch_size": ("batch_size", "eval_batch_size"),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Shape(_Strict):
+    """The backbone's sizes and the length of training of one variant; `tokens` is the context."""
+
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    head_dim: Count
+    intermediate_size: Count
+    tokens: int = Field(ge=2)
+    batch_size: Count
+    steps: int = Field(ge=1, le=LONGEST_STEPS)
+
+    @property
+    def warmup_steps(self) -> int:
+        """A tenth of the steps, at most 1000."""
+        return min(1000, self.steps // 10)
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Predicted ones: all of a row but the first."""
+        return self.batch_size * (self.tokens - 1)
+
+    @property
+    def tokens_trained(self) -> int:
+        return self.steps * self.tokens_a_step
+
+
+class VariantSpec(_Strict):
+    """A mechanism or a schedule of layers, its options as given, and the label it goes by.
+
+    defaulted: the options that came from defaults.toml. against: the label of the variant it is compared with, None for
+    one that others are compared with. group: how the labels of its group end.
+    shape: before budgets are matched. settings: the axes in which it was set apart. knobs: match -> its own knobs.
+    """
+
+    label: str = Field(min_length=1)
+    mechanism: str
+    options: dict[str, Any] = {}
+    defaulted: tuple[str, ...] = ()
+    against: str | None
+    group: str = ""
+    shape: Shape
+    settings: dict[str, int] = {}
+    knobs: dict[Match, tuple[Knob, ...]] = {}
+
+
+class BudgetSpec(_Strict):
+    """What is made equal, by turning what, to whose (None: that of the variant one is compared with)."""
+
+    match: Match
+    knobs: tuple[Knob, ...] = Field(min_length=1)
+    tolerance: float = Field(gt=0, lt=1)
+    target: str | None = None
+    convention: Literal["exact", "full"] = "exact"
+
+    def knobs_of(self, variant: VariantSpec) -> tuple[Knob, ...]:
+        return variant.knobs.get(self.match, self.knobs)
+
+
+class StudySpec(_Strict):
+    """A study: variants, what is equal among them, and how often and how they are trained.
+
+    config: the Hugging Face config that sizes, norms and rotary were read from. device: None: CUDA where there is one.
+    """
+
+    kind: Literal["compare", "study"]
+    name: str
+    title: str
+    question: str
+    size: str
+    variants: tuple[VariantSpec, ...] = Field(min_length=2)
+    reference: str
+    budgets: tuple[BudgetSpec, ...]
+    axes: tuple[Axis, ...]
+    tie_embeddings: bool
+    rope_theta: float = Field(gt=0)
+    rope_scaling: dict[str, Any] | None = None
+    norm_eps: float = Field(default=1e-6, gt=0)
+    config: str | None = None
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(min_length=1)
+    grid_seeds: Count
+    learning_rates: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(min_length=1)
+    extend_grid: int = Field(default=0, ge=0)
+    data: str = Field(min_length=1)
+    text_column: str | None = Field(default=None, min_length=1)
+    tokenizer: str = Field(min_length=1)
+    validation_bytes: Count
+    evaluations: int = Field(ge=0)
+    evaluation_bytes: Count
+    selection_bytes: Count | None
+    threads: Count
+    device: Literal["cpu", "cuda"] | None = None
+    dtype: Literal["float32", "bfloat16"]
+    compile: Literal["inductor", "aot_eager"] | None
+    checkpoint_activations: bool
+
+    def variant(self, label: str) -> VariantSpec:
+        return next(variant for variant in self.variants if variant.label == label)
+
+    @property
+    def against(self) -> dict[str, str | None]:
+        """Label -> the label it is compared with."""
+        return {variant.label: variant.against for variant in self.variants}
+
+    def budget(self, match: Match) -> BudgetSpec | None:
+        return next((budget for budget in self.budgets if budget.match == match), None)
+
+    def target(self, budget: BudgetSpec, variant: VariantSpec) -> str | None:
+        """The label whose budget `variant` is to have; None where it sets its own."""
+        found = budget.target + variant.group if budget.target else variant.against
+        return None if found == variant.label else found
+
+    @property
+    def steps(self) -> int:
+        """Of the reference."""
+        return self.variant(self.reference).shape.steps
+
+    @property
+    def has_grid(self) -> bool:
+        return len(self.learning_rates) > 1
+
+
+def one_line(error: ValidationError) -> str:
+    """Pydantic's complaint as one line: the field, what is allowed, what came."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the study"
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return f"{where}: {message}, not {first['input']!r}"
+
+
+def identity(*parts: Any) -> str:
+    """Twelve hexadecimal digits that are equal for equal JSON values."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

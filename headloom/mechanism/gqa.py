@@ -1,0 +1,41 @@
+"""Grouped-query attention. Ainslie et al. 2023, arXiv:2305.13245.
+
+o_h = softmax(q_h k_g^T / sqrt K) v_g with g = h // (H / G). Cache per token: 2 G K.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from headloom.contract.attention import Attention
+from headloom.contract.config import AttentionConfig, need
+from headloom.contract.folding import Folding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GQAConfig(AttentionConfig):
+    """As `AttentionConfig`; num_kv_heads None takes max(1, H / 4). G = H is refused: that is mha."""
+
+    bases: ClassVar[tuple[str, ...]] = ("gqa",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        G, H = self.num_kv_heads, self.num_heads
+        need(G != H or H == 1, f"gqa with num_kv_heads = num_heads = {H}: that is mha; give a smaller divisor of {H}")
+
+    def _kv_heads(self) -> int:
+        return max(1, self.num_heads // 4)
+
+    def _folding(self) -> Folding:
+        return Folding()
+
+
+class GQA(Attention):
+    """Grouped-query attention: H / G query heads share a key/value head."""
+
+    name = "gqa"
+    title = "Grouped-query attention"
+    paper = "arXiv:2305.13245"
+    summary = "groups of query heads share keys and values"
+    config_cls = GQAConfig
