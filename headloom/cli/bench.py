@@ -26,6 +26,7 @@ from headloom.cli.common import (
     words,
 )
 from headloom.cli.groups import MACHINE, MODEL, WHAT, in_panels, with_groups
+from headloom.core.errors import HeadloomError, unknown
 
 if TYPE_CHECKING:
     from headloom.bench.asked import Named, Shape, Sizes
@@ -46,10 +47,7 @@ bench = typer.Typer(
 Tokens = Annotated[str | None, typer.Option(help="Lengths: 512,2048. Default: the size's context.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions of each.")]
 Against = Annotated[
-    str | None,
-    typer.Option(
-        help="Your own module: package.module:Class or file.py:Class, options of its constructor after colons."
-    ),
+    str | None, typer.Option(help="Your own module: package.module:Class or file.py:Class, its options after colons.")
 ]
 AgainstPlain = Annotated[
     bool, typer.Option("--against-plain", help="Also each variant's straightforward form, with the same weights.")
@@ -90,8 +88,7 @@ class Common:
 
     def check(self) -> None:
         """Refuse what goes with no benchmark, before torch is imported."""
-        from headloom.core.errors import HeadloomError
-        from headloom.lab.variants import check_variants
+        from headloom.lab.spec.variants import check_variants
 
         if self.markdown and self.as_json:
             raise HeadloomError("--markdown and --json cannot go together: give one")
@@ -175,7 +172,6 @@ def speed(
 ) -> None:
     """Time one layer, or its scores alone, forward and with its backward pass; or a model's whole training step."""
     from headloom.bench.asked import MODES, check_counts, check_layers, check_models
-    from headloom.core.errors import HeadloomError, unknown
 
     common.check()
     chosen = words(modes)
@@ -332,7 +328,6 @@ def _run(
     a process that is killed."""
     from headloom.bench.setting import Peak
     from headloom.core import heap
-    from headloom.core.errors import HeadloomError
     from headloom.report import bench as report
 
     out = common.out

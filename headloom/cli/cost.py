@@ -62,8 +62,8 @@ def cost(
 def _check(names: Sequence[str], size: str, tokens: int | None, dtype: str) -> None:
     """Refuse what can be known to be wrong before torch is imported."""
     from headloom.core.errors import HeadloomError
-    from headloom.lab.sizes import get_size
-    from headloom.lab.variants import split_variant
+    from headloom.lab.spec.sizes import get_size
+    from headloom.lab.spec.variants import split_variant
 
     get_size(size)
     for name in names:
@@ -71,7 +71,7 @@ def _check(names: Sequence[str], size: str, tokens: int | None, dtype: str) -> N
     if tokens is not None and tokens < 1:
         raise HeadloomError(f"tokens must be at least 1, not {tokens}")
     if dtype not in TYPES:
-        raise HeadloomError(f"dtype must be one of {', '.join(TYPES)}, not '{dtype}'")
+        raise HeadloomError(f"dtype must be float32, bfloat16, float16 or float64, not '{dtype}'")
 
 
 def _chosen(text: str, settings: Sequence[str], all_of: Sequence[str]) -> Variant:

@@ -62,9 +62,9 @@ def graft(
 def check_mechanism(text: str, settings: Sequence[str], layers: str | None) -> None:
     """Refuse what is wrong with --to, --set and --layers whatever the mechanism's options are, without torch."""
     from headloom.hf.places import read_layers
-    from headloom.lab.names import check_name
-    from headloom.lab.options import split_pair
-    from headloom.lab.variants import split_variant
+    from headloom.lab.spec.names import check_name
+    from headloom.lab.spec.options import split_pair
+    from headloom.lab.spec.variants import split_variant
 
     check_name(split_variant(text)[0], schedules=False)
     for setting in settings:

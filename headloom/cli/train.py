@@ -116,7 +116,7 @@ def train(
 
 
 def _changed(file: Path, given: dict[str, Any]) -> tuple[RunConfig, Text]:
-    from headloom.lab.names import check_name
+    from headloom.lab.spec.names import check_name
     from headloom.train.file import parse_run, read_mapping
 
     run, text = parse_run({**read_mapping(file), **given}, str(file))
@@ -156,7 +156,7 @@ def _from_options(
     }
     check(*parse_run({**values, **given}, "the options"))
     found = with_defaults(parse_variant(text), {})
-    from headloom.attention.schedules import layers_of  # imports torch
+    from headloom.mechanism.schedules import layers_of  # imports torch
 
     layers = layers_of(
         found.mechanism, found.options, num_layers=given.get("num_layers", size.num_layers), tokens=tokens

@@ -150,7 +150,7 @@ def test_layers_take_turns(monkeypatch):
 def test_the_peak_is_the_fastest_of_all_measurements(monkeypatch):
     times = iter([[2.0, 1.0], [4.0, 4.0], [0.5, 8.0], [9.0, 9.0]])
     monkeypatch.setattr(
-        "headloom.bench.setting.interleaved",
+        "headloom.bench.speed.interleaved",
         lambda calls, **_: {name: Timing.of(next(times)) for name in calls},
     )
     peak = Peak(HOW, shapes=((2, 3, 4), (5, 6, 7)))

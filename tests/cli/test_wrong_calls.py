@@ -63,7 +63,7 @@ CALLS = {
     "study run variants.yaml": "unknown mechanism 'mhaa'. Did you mean 'mha'?",
     "cost iha:pseudo_heads=2,saz": "Did you mean 'sas'?",
     "cost iha --tokens 0": "tokens must be at least 1",
-    "cost iha --dtype float31": "dtype must be one of",
+    "cost iha --dtype float31": "dtype must be float32",
     "cost iha --set pseudo_heads": "must look like name=value",
     "fold nowhere out": "'nowhere' does not exist",
     "fold model out": "only a grafted model can be folded",
