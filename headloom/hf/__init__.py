@@ -1,4 +1,4 @@
-"""Floor 3: the only floor that knows transformers. Grafts, families, saving and loading.
+"""Headloom's attention in transformers' models: families, grafts, folding, saving and loading.
 
 Names are loaded when first used: what is wrong with a path or a number is said before transformers and torch are
 imported. transformers' AutoConfig is told about saved grafts when it is imported (headloom._hook).
@@ -14,6 +14,7 @@ _LAZY = {
     "GraftReport": "headloom.hf.grafting.graft",
     "HFCache": "headloom.hf.model.cache",
     "HeadloomConfig": "headloom.hf.model.config",
+    "build_around": "headloom.hf.grafting.build",
     "build_model": "headloom.hf.grafting.build",
     "fold": "headloom.hf.grafting.fold",
     "graft": "headloom.hf.grafting.graft",
@@ -34,6 +35,7 @@ __all__ = [
     "GraftReport",
     "HFCache",
     "HeadloomConfig",
+    "build_around",
     "build_model",
     "fold",
     "graft",

@@ -67,8 +67,9 @@ def compare(
         variants: "mha,iha:pseudo_heads=2" or a list of such texts; None: the four of defaults.toml.
         settings: ["iha.pseudo_heads=4"]: options for every variant of that name.
         size: a name of `headloom.lab.spec.sizes`; the reference keeps its feed-forward width, the others' is turned.
-        layers, width, heads: of the model; None: the size's, or those of `config`, a Hugging Face config (a folder, or
-            its JSON) from which norms and rotary are taken too.
+        layers, width, heads: of the model; None: the size's, or those of `config`.
+        config: a Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with another
+            attention, and what its options leave open (key/value heads, windows, biases) is the config's.
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
         seeds: how many seeds; from two on there are intervals.
         evaluations: validations along every run, besides the one at its end (0: none).
@@ -160,7 +161,8 @@ def check_places(study: Study) -> None:
     check_name(study.engine.track)
     if study.config is not None and not Path(study.config).expanduser().exists():
         raise HeadloomError(
-            f"config '{study.config}' does not exist: give a folder with a config.json, or such a JSON file"
+            f"'{study.config}' holds no Hugging Face config: it does not exist. Give a folder with a config.json, or "
+            "such a JSON file"
         )
     check_corpus(study.data, text_column=study.text_column)
     check_tokenizer(study.tokenizer)

@@ -146,11 +146,18 @@ class Recipe(BaseModel):
         return self.model_dump(mode="json")
 
 
+_OF_THE_BACKBONE = {"tie_embeddings", "rope_theta", "rope_scaling", "norm_eps"}
+
+
 class RunConfig(Recipe):
     """One training run of a model of our own.
 
     `specs` is one mechanism for all layers or one per layer; an item may be given as a name or a pair (name,
     options). Sizes are named as in Hugging Face's Llama.
+
+    `backbone`: the fields of a Hugging Face config, its model_type among them. The model is then that config's, with
+    the sizes and the attention given here; tie_embeddings, rope_theta, rope_scaling and norm_eps are the config's too,
+    and must not be given. None: a Llama.
     """
 
     specs: tuple[LayerSpec, ...] = Field(min_length=1)
@@ -164,6 +171,7 @@ class RunConfig(Recipe):
     rope_theta: float | None = Field(default=10000.0, gt=0)
     rope_scaling: dict[str, Any] | None = None
     norm_eps: float = Field(default=1e-6, gt=0)
+    backbone: dict[str, Any] | None = None
     evaluations: int = Field(default=EVALUATIONS, ge=0, description=Recipe.model_fields["evaluations"].description)
 
     def __init__(self, **values: Any) -> None:  # for type checkers: specs come in any form that LayerSpec reads
@@ -175,7 +183,13 @@ class RunConfig(Recipe):
             raise ValueError(
                 f"specs has {len(self.specs)} mechanisms for {self.num_layers} layers: give one, or one per layer"
             )
+        said = _OF_THE_BACKBONE & self.model_fields_set
+        if self.backbone is not None and said:
+            raise ValueError(f"{', '.join(sorted(said))} came beside a backbone, which says that itself: leave one out")
         return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude=_OF_THE_BACKBONE if self.backbone else {"backbone"})
 
 
 class GraftSpec(BaseModel):

@@ -38,26 +38,34 @@ WARM_STEPS = 5
 def build(
     run: RunConfig, tokenizer: PreTrainedTokenizerFast | None = None, device: str | None = None
 ) -> PreTrainedModel:
-    """The model of a resolved run: a Llama with the run's attention, every tensor initialised by (seed, name). It knows
-    the tokenizer's special tokens; device "meta" builds it without memory, for counting."""
+    """The model of a resolved run: a Llama, or the model of its `backbone`, with the run's attention, every tensor
+    initialised by (seed, name). It knows the tokenizer's special tokens; device "meta" builds it without memory, for
+    counting."""
     specs = [(spec.mechanism, dict(spec.options)) for spec in run.specs]
+    what = specs[0] if len(specs) == 1 else specs
+    given: dict[str, Any] = {
+        "vocab_size": run.vocab_size,
+        "hidden_size": run.hidden_size,
+        "num_layers": run.num_layers,
+        "num_heads": run.num_heads,
+        "num_kv_heads": run.num_kv_heads,
+        "head_dim": run.head_dim,
+        "intermediate_size": run.intermediate_size,
+        "seed": run.seed,
+        "device": device,
+        **{name: getattr(tokenizer, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+    }
+    if run.backbone is not None:
+        given["head_dim"] = run.head_dim or run.hidden_size // run.num_heads
+        return hf.build_around(what, run.backbone, tokens=run.tokens, **given)
     return hf.build_model(
-        specs[0] if len(specs) == 1 else specs,
-        vocab_size=run.vocab_size,
-        hidden_size=run.hidden_size,
-        num_layers=run.num_layers,
-        num_heads=run.num_heads,
-        num_kv_heads=run.num_kv_heads,
-        head_dim=run.head_dim,
-        intermediate_size=run.intermediate_size,
+        what,
         max_positions=run.tokens,
         tie_embeddings=run.tie_embeddings,
         rope_theta=run.rope_theta,
         rope_scaling=run.rope_scaling,
         norm_eps=run.norm_eps,
-        seed=run.seed,
-        device=device,
-        **{name: getattr(tokenizer, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+        **given,
     )
 
 

@@ -34,7 +34,7 @@ CALLS = {
     "compare --data words.txt --text-column body": "is plain text",
     "compare --tokenizer byte": "Did you mean 'bytes'?",
     "compare --tokenizer bpe:3": "names no vocabulary",
-    "compare --config nowhere": "config 'nowhere' does not exist",
+    "compare --config nowhere": "'nowhere' holds no Hugging Face config",
     "compare --device gpu": "device",
     "compare --width 100 --heads 3": "do not divide the width 100",
     "compare --variants mha,iha:pseudo_heads=2,saz": "Did you mean 'sas'?",

@@ -105,7 +105,8 @@ class BudgetSpec(_Strict):
 class StudySpec(_Strict):
     """A study: variants, what is equal among them, and how often and how they are trained.
 
-    config: the Hugging Face config that sizes, norms and rotary were read from. device: None: CUDA where there is one.
+    backbone: the fields of a Hugging Face config around whose model every variant is built, read from `config`; it says
+    itself whether embeddings are tied, and how positions rotate. device: None: CUDA where there is one.
     """
 
     kind: Literal["compare", "study"]
@@ -117,10 +118,9 @@ class StudySpec(_Strict):
     reference: str
     budgets: tuple[BudgetSpec, ...]
     axes: tuple[Axis, ...]
-    tie_embeddings: bool
-    rope_theta: float = Field(gt=0)
-    rope_scaling: dict[str, Any] | None = None
-    norm_eps: float = Field(default=1e-6, gt=0)
+    tie_embeddings: bool | None
+    rope_theta: float | None = Field(gt=0)
+    backbone: dict[str, Any] | None = None
     config: str | None = None
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(min_length=1)
     grid_seeds: Count

@@ -112,8 +112,9 @@ class Engine(_Written):
 class Study(_Written):
     """A study. Values left out are the size's.
 
-    config: a Hugging Face config (a folder, or its JSON) whose sizes, norms and rotary stand over the size's, and
-    `backbone` over both. device: where runs train; auto: CUDA where there is one.
+    config: a Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with another
+    attention; its sizes stand over the size's, and `backbone` over both. device: where runs train; auto: CUDA where
+    there is one.
     text_column: of tables and data sets, the column that holds the text (None: "text"). options: mechanism ->
     options for every variant of it. axes: what variants may be set apart in besides the mechanism and the knobs.
     groups: settings of axes; every variant is run in each and compared within it. reference: the label the others
