@@ -259,7 +259,7 @@ def comparison_study(
     try:
         return Study(**written)
     except HeadloomError as error:  # the study's keys are this function's arguments, but for this one
-        line = str(error).removeprefix("study: ").replace("learning_rates.0:", "learning_rate:")
+        line = str(error).removeprefix("study: ").replace("entry 1 of learning_rates:", "learning_rate:")
         line = line.removeprefix("backbone.")
         raise HeadloomError(line) from None
 
