@@ -1,11 +1,13 @@
 """The configuration of one run: everything that decides its numbers, strict, frozen, and written beside its results.
 
-No torch here.
+No torch here, but for the question whether it sees a GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -209,6 +211,35 @@ class FineTuneConfig(Recipe):
     mix_learning_rate: float | None = Field(
         default=None, gt=0, description="peak rate of what a graft adds; None: learning_rate"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A checkpoint, and what is grafted into it before training (None: nothing)."""
+
+    model: str
+    graft: GraftSpec | None = None
+
+
+def fine_tunings(arms: Mapping[str, Arm], seeds: int, **recipe: Any) -> dict[tuple[str, int], FineTuneConfig]:
+    """The runs of a fine-tuning, by arm and seed: all arms of a seed, then the next, so that what is there can be
+    compared at any time. Raises HeadloomError for a wrong recipe."""
+    if seeds < 1 or not arms:
+        raise HeadloomError(f"seeds must be at least 1, not {seeds}" if arms else "name at least one arm")
+    return {
+        (name, seed): FineTuneConfig(**recipe, name=name, seed=seed, model=arm.model, graft=arm.graft)
+        for seed in range(seeds)
+        for name, arm in arms.items()
+    }
+
+
+def check_device(device: str | None) -> None:
+    """Refuse "cuda" where torch sees none; torch is imported for that question alone."""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise HeadloomError("device 'cuda' was asked for, but torch sees none: use device 'cpu', or leave it out")
 
 
 def _one_line(error: ValidationError, fields: Any) -> str:

@@ -25,7 +25,7 @@ from headloom.data.packing import TokenData, TokenStream, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
 from headloom.ops import scores
 from headloom.train import checkpoints, records, sharding, tracking
-from headloom.train.config import Recipe, RunConfig
+from headloom.train.config import Recipe, RunConfig, check_device
 from headloom.train.records import Metrics, RunResult
 from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
 from headloom.train.weights import checksum, mixing_weights, pictures, save_mixes, save_pictures, values
@@ -96,11 +96,8 @@ def resolve(run: R, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> R:
             f"too little text: {len(data.train.ids)} training tokens do not fill one row of {run.tokens}. "
             "Use a shorter context or more text."
         )
+    check_device(run.device)
     device = run.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise HeadloomError(
-            f"run '{run.name}' asks for device 'cuda', but torch sees none. Use device 'cpu', or leave it out."
-        )
     filled = {
         "vocab_size": len(tokenizer),
         "fingerprint": data.fingerprint,

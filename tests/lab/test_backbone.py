@@ -214,7 +214,7 @@ def test_the_command_and_the_runs_say_it_all(folder):
 def test_cuda_where_there_is_none_is_refused_before_anything_is_trained(text_file):
     from headloom.lab.plan.plan import make_plan
 
-    with pytest.raises(HeadloomError, match="asks for device 'cuda', but torch sees none"):
+    with pytest.raises(HeadloomError, match="'cuda' was asked for, but torch sees none"):
         make_plan(spec_of(device="cuda", data=str(text_file), tokens=16))
 
 

@@ -17,8 +17,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from headloom.core.errors import HeadloomError
 from headloom.hf.model.family import Family, family_named
+from headloom.hf.places import MODEL_TYPE
 
-MODEL_TYPE = "headloom"
 FORMAT = 1
 FAMILY_ROTARY, OWN_ROTARY = "family", "own"
 """Whose cos and sin turn queries and keys: a graft repeats the original's rounding, our models keep wider tables."""

@@ -9,11 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from headloom.core.errors import HeadloomError, near
+from headloom.lab.spec.names import check_name
 from headloom.lab.spec.options import parse_options, show
 from headloom.lab.spec.resolved import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, VariantSpec, one_line
 from headloom.lab.spec.sizes import Size, feed_forward, gated_width, get_size
 from headloom.lab.spec.study import Entry, Study
-from headloom.lab.spec.variants import Variant, defaults, labelled, parse_variant, with_defaults
+from headloom.lab.spec.variants import Variant, defaults, labelled, parse_variant, split_variant, with_defaults
 from headloom.train import tracking
 from headloom.train.config import evaluation_bytes
 
@@ -32,9 +33,15 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
     tracking.check_name(study.engine.track)
     seeds = _seeds(study)
     entries = [Entry(use=v.text) for v in variants] if variants is not None else list(study.variants)
+    rates = study.learning_rates or (size.learning_rate,)
+    if len(set(rates)) < len(rates):
+        raise HeadloomError(f"learning_rates {list(rates)} holds one twice: give each once")
+    if study.extend_grid and len(rates) == 1:
+        raise HeadloomError("extend_grid goes on beyond a grid, and there is one rate: give two learning_rates or more")
+    for name in (*study.options, *(split_variant(entry.use)[0] for entry in entries)):
+        check_name(name)  # before torch is imported for options and configs
     backbone, sizes = _backbone(study.config)
     made, reference = _variants(study, size, entries, variants, sizes)
-    rates = study.learning_rates or (size.learning_rate,)
     whole = study.validation_bytes or size.validation_bytes
     shortest = min(variant.shape.tokens_trained for variant in made if variant.against is None)
     try:
@@ -80,10 +87,6 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
         )
     except ValidationError as error:
         raise HeadloomError(one_line(error)) from None
-    if len(set(rates)) < len(rates):
-        raise HeadloomError(f"learning_rates {list(rates)} holds one twice: give each once")
-    if spec.extend_grid and not spec.has_grid:
-        raise HeadloomError("extend_grid goes on beyond a grid, and there is one rate: give two learning_rates or more")
     check_budgets(spec)
     return spec
 

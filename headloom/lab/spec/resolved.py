@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -165,10 +166,27 @@ class StudySpec(_Strict):
         return len(self.learning_rates) > 1
 
 
+def place_of(keys: Sequence[str | int]) -> str:
+    """Where in a study file a value stands, in words.
+
+    >>> place_of(["backbone", "layers"]), place_of(["learning_rates", 1]), place_of(["variants", 0, "use"])
+    ('backbone.layers', 'entry 2 of learning_rates', 'use in entry 1 of variants')
+    """
+    found = ""
+    for key in keys:
+        if isinstance(key, int):
+            found = f"entry {key + 1} of {found}"
+        elif found.startswith("entry "):
+            found = f"{key} in {found}"
+        else:
+            found = f"{found}.{key}" if found else str(key)
+    return found
+
+
 def one_line(error: ValidationError) -> str:
     """Pydantic's complaint as one line: the field, what is allowed, what came."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the study"
+    where = place_of(first["loc"]) or "the study"
     message = first["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     return f"{where}: {message}, not {first['input']!r}"

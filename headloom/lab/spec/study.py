@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from headloom.core.errors import HeadloomError, near
-from headloom.lab.spec.resolved import Axis, Knob, Match, one_line
+from headloom.lab.spec.resolved import Axis, Knob, Match, one_line, place_of
 from headloom.train.config import EVALUATIONS
 
 if TYPE_CHECKING:
@@ -240,5 +240,6 @@ def _explain(error: ValidationError) -> str:
     first = unknown[0]
     known = _PARTS.get(str(first["loc"][0]), Study) if len(first["loc"]) > 1 else Study
     name, names = str(first["loc"][-1]), list(known.model_fields)
-    where = ".".join(map(str, first["loc"]))
-    return f"unknown key '{where}'.{near(name, names)} Known: {', '.join(names)}"
+    where = place_of(first["loc"][:-1])
+    where = f" in {where}" if where else ""
+    return f"unknown key '{name}'{where}.{near(name, names)} Known: {', '.join(names)}"
