@@ -156,7 +156,7 @@ def test_a_fold_is_measured(llama, monkeypatch, tree):
 
     model = grafted(llama)
     before = tree(model)
-    monkeypatch.setattr(folding, "differences", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(folding, "largest_difference", lambda *_: (1.0, 1.0))
     with pytest.raises(HeadloomError, match="more than rounding"):
         hl.fold(model)
     assert tree(model) == before

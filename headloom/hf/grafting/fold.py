@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headloom.contract.config import AttentionConfig
 from headloom.contract.folding import Plain
 from headloom.core.errors import HeadloomError
-from headloom.hf.grafting.probe import TOLERANCES, compared, differences, outputs_of, reference_of, tolerance
+from headloom.hf.grafting.probe import TOLERANCES, compared, largest_difference, outputs_of, reference_of, tolerance
 from headloom.hf.grafting.sharing import check_calls, check_hooks, sharing_copy
 from headloom.hf.model.attention import GraftedAttention
 from headloom.hf.model.config import MODEL_TYPE, OWN_ROTARY
@@ -52,7 +52,7 @@ def fold(model: Any) -> Any:
     probe, reference, routes = reference_of(family, model, what)
     got, real = outputs_of(family, folded, probe, what, routes), probe["attention_mask"].bool()
     rows = 2 if bool(got[real].isfinite().all()) else 1  # transformers' eager attention: NaN for padding in float64
-    difference, relative = differences(reference[:rows], got[:rows], real[:rows])
+    difference, relative = largest_difference(reference[:rows], got[:rows], real[:rows])
     if not relative <= allowed:
         raise HeadloomError(
             f"folding changes the {what} by {difference:.1e}, {relative:.1e} of their range, more than rounding "
@@ -103,11 +103,11 @@ def _plain(family: Family, layer: nn.Module, kv_heads: int | None = None) -> Pla
     attention: Any = family.attention_of(layer)
     if all(hasattr(attention, name) for name in family.layout.inputs):
         found = family.layout.weights(attention, kv_heads)
-    else:  # a base of its own makes the queries
+    else:  # projections of its own
         found = {
-            name: (p.weight, p.bias) for name in "kv" if (p := getattr(attention, f"{name}_proj", None)) is not None
+            name: (p.weight, p.bias) for name in "qkv" if (p := getattr(attention, f"{name}_proj", None)) is not None
         }
-    out = family.output_of(layer)
+    out = getattr(attention, "o_proj", None) or family.output_of(layer)
     found.setdefault("o", (out.weight, out.bias))
     if isinstance(attention, GraftedAttention):
         return attention.fold_into(found)  # type: ignore[attr-defined]

@@ -9,9 +9,8 @@ from torch import nn
 
 from headloom.core.errors import HeadloomError
 from headloom.hf.model.attention import in_width_of, make_attention
-from headloom.hf.model.config import FAMILY_ROTARY
 from headloom.hf.model.family import Family
-from headloom.hf.model.plan import LayerPlan
+from headloom.hf.model.layer_plan import LayerPlan
 from headloom.ops.seeding import seeded_by_name
 
 
@@ -23,7 +22,7 @@ def new_attention(family: Family, plan: LayerPlan, old: nn.Module) -> Any:
     layout = family.layout
     weight: Any = old.get_submodule(layout.inputs[0]).weight
     with torch.random.fork_rng(devices=[]), in_width_of(weight.dtype), weight.device:
-        new = make_attention(family, plan, old, FAMILY_ROTARY)
+        new = make_attention(family, plan, old)
         if new.base is not layout:
             for name in layout.projections:
                 _take(new, name, old.get_submodule(name), plan.index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,15 +11,16 @@ from torch import nn
 from headloom.contract.config import AttentionConfig
 from headloom.core.errors import HeadloomError
 from headloom.hf.grafting.fresh import new_attention
-from headloom.hf.grafting.probe import compared, differences, outputs_of, reference_of, tolerance
+from headloom.hf.grafting.probe import compared, largest_difference, outputs_of, reference_of, tolerance
 from headloom.hf.grafting.sharing import check_calls, check_hooks, sharing_copy
 from headloom.hf.model.classes import grafted_class
 from headloom.hf.model.config import grafted_config
 from headloom.hf.model.family import Family, attentions, family_named
+from headloom.hf.model.layer_plan import LayerPlan, plan_layer
 from headloom.hf.model.masks import IMPLEMENTATION, register_masks
 from headloom.hf.model.mixin import Graft
-from headloom.hf.model.plan import LayerPlan, plan_layer
 from headloom.hf.model.reports import GraftReport
+from headloom.hf.places import read_layers
 from headloom.mechanism import mechanisms
 from headloom.mechanism.schedules import as_spec
 
@@ -64,7 +64,7 @@ def graft(
     what, allowed = compared(family, model), tolerance(family, model)
     probe, reference, routes = reference_of(family, model, what)
     got = outputs_of(family, grafted, probe, what, routes)
-    difference, relative = differences(reference, got, probe["attention_mask"].bool())
+    difference, relative = largest_difference(reference, got, probe["attention_mask"].bool())
     exact = relative <= allowed
     if not exact and not allow_change:
         names = ", ".join(dict.fromkeys(plan.mechanism for plan in plans))
@@ -143,18 +143,8 @@ def parse_layers(layers: str | int | Iterable[int] | None, count: int) -> list[i
     """
     if layers is None:
         return list(range(count))
-    found: list[int] = []
     if isinstance(layers, str):
-        for part in layers.split(","):
-            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-            if match is None:
-                raise HeadloomError(
-                    f"layers '{layers}' cannot be read at '{part}': write indices and ranges, \"0-3,8\""
-                )
-            first, last = int(match[1]), int(match[2] or match[1])
-            if last < first:
-                raise HeadloomError(f"layers '{layers}': the range {part.strip()} runs backwards")
-            found += range(first, last + 1)
+        found = read_layers(layers)
     elif isinstance(layers, Iterable):
         found = list(layers)
     else:

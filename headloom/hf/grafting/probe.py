@@ -90,7 +90,7 @@ def tolerance(family: Family, model: Any) -> float:
     return TOLERANCES.get(dtype, TOLERANCES[torch.float32])
 
 
-def differences(reference: Tensor, got: Tensor, real: Tensor) -> tuple[float, float]:
+def largest_difference(reference: Tensor, got: Tensor, real: Tensor) -> tuple[float, float]:
     """(largest difference, that over the reference's range) on real tokens."""
     wanted, got = reference[real].double(), got[real].double()
     difference = float((wanted - got).abs().max())

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.model.config import FAMILY_ROTARY, PREFIX
+from headloom.hf.model.config import FAMILY_PROJECTIONS, FAMILY_ROTARY, OWN_PROJECTIONS, PREFIX
 from headloom.hf.model.family import Family, families, family_named
+from headloom.hf.model.layer_plan import LayerPlan
 from headloom.hf.model.layouts import Misfit
 from headloom.hf.model.masks import alone, is_all
-from headloom.hf.model.plan import LayerPlan
 from headloom.hf.model.room import view_of
 from headloom.hf.model.rope import FamilyRotary
 from headloom.hf.model.share import weights_at_hand
@@ -39,6 +39,9 @@ class GraftedAttention:
 
     own_window: int | None = None
     """A window that the family's config does not know, so that masks made by transformers do not hold it."""
+
+    closing: str | None = None
+    """The family's dropout after the output, by its name here, where the projections are not the family's."""
 
     def forward(
         self,
@@ -75,6 +78,8 @@ class GraftedAttention:
                 cache=view,
             )
         out, weights = found if with_weights else (found, None)
+        if self.closing is not None:
+            out = self.get_submodule(self.closing)(out)  # type: ignore[attr-defined]
         hand_over(weights)
         return out, weights
 
@@ -104,25 +109,39 @@ def attention_class(family_name: str, mechanism: str) -> Any:
     return globals().setdefault(name, type(name, bases, {"__module__": __name__}))
 
 
-def make_attention(family: Family, plan: LayerPlan, old: nn.Module, rotary: str) -> Any:
+def make_attention(
+    family: Family,
+    plan: LayerPlan,
+    old: nn.Module,
+    *,
+    rotary: str = FAMILY_ROTARY,
+    projections: str = FAMILY_PROJECTIONS,
+) -> Any:
     """The module that a plan describes, holding the projections, norms and dropout of `old`, the family's attention.
 
-    Where a mechanism needs other projections it makes them itself, if the family names its own as we do; then its
-    `base` is not the family's layout. `rotary`: FAMILY_ROTARY or OWN_ROTARY of the model's config.
+    Where a mechanism needs other projections it makes them itself, if the family names its own as we do or the model
+    was built around it; then its `base` is not the family's layout. `rotary` and `projections`: whose they are, as the
+    model's config says.
 
     Raises: HeadloomError for a mechanism that can do neither.
     """
     cls, layout = attention_class(family.name, plan.mechanism), family.layout
+    own = projections == OWN_PROJECTIONS
     try:
+        if own and not layout.ours:
+            raise Misfit(f"its projections are not {family.name}'s")
         attention = cls(plan.config, plan.index, base=layout.taking(old))
         attention.base = layout
     except Misfit as problem:
-        if not layout.ours:
+        if not layout.ours and not own:
             raise HeadloomError(
                 f"layer {plan.index}: {plan.mechanism} cannot stand on {family.name}'s attention: {problem}"
             ) from None
         attention = cls(plan.config, plan.index)
         layout.give_norms(attention, old)
+        if layout.dropout is not None:
+            attention.add_module(layout.dropout, old.get_submodule(layout.dropout))
+            attention.closing = layout.dropout
     if plan.config.window != plan.usual.get("window"):
         attention.own_window = plan.config.window
     if rotary == FAMILY_ROTARY and attention.rotary is not None:

@@ -12,10 +12,10 @@ from headloom.hf.model import documents as docs
 from headloom.hf.model import share, stated
 from headloom.hf.model.attention import GraftedAttention, in_width_of, make_attention
 from headloom.hf.model.cache import DECODE_PACKED, PACKED
-from headloom.hf.model.config import FAMILY_ROTARY, MODEL_TYPE, specs_in
+from headloom.hf.model.config import MODEL_TYPE, specs_in
 from headloom.hf.model.family import Family, attentions
+from headloom.hf.model.layer_plan import plan_layer
 from headloom.hf.model.masks import IMPLEMENTATION, dense_mask, register_masks
-from headloom.hf.model.plan import plan_layer
 from headloom.hf.model.reports import GraftReport
 
 GROUPED_ALIGNMENT = 8  # 16 bytes of a half type
@@ -41,7 +41,7 @@ class Graft:
 
         register_masks()
         specs = specs_in(config, self.family)
-        rotary = config.headloom.get("rotary", FAMILY_ROTARY)
+        whose = {name: config.headloom[name] for name in ("rotary", "projections") if name in config.headloom}
         if config._attn_implementation is None:
             config._attn_implementation = IMPLEMENTATION
         with no_init_weights():  # initialised once, below
@@ -50,7 +50,7 @@ class Graft:
                 if spec is not None:
                     plan = plan_layer(self.family, config, index, spec["mechanism"], spec.get("options") or {})
                     old = self.family.attention_of(layer)
-                    self.family.replace(layer, make_attention(self.family, plan, old, rotary))
+                    self.family.replace(layer, make_attention(self.family, plan, old, **whose))
         base: Any = self.base_model  # type: ignore[attr-defined]
         if base is not self:  # the head's own `__init__` has made it: it becomes a graft that can be called and saved
             base.__class__ = self.inner_class
@@ -86,7 +86,7 @@ class Graft:
         fresh = [a for a in self.grafted() if not all(_loaded(p) for p in a.parameters())]
         super().initialize_weights()  # type: ignore[misc]
         for attention in fresh:
-            if attention.base is self.family.layout:
+            if attention.base is self.family.layout or not self.family.layout.ours:
                 self._init_weights(self.family.as_own(attention))  # type: ignore[attr-defined]
             kept = [(p, p.clone()) for p in attention.parameters() if _loaded(p)]
             with in_width_of(next(attention.parameters()).dtype):

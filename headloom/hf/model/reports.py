@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from headloom.hf.model.plan import LayerPlan
+from headloom.hf.model.layer_plan import LayerPlan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloom.hf.model.cache import UNWRITTEN, HFCache, check_width, as_pair
+from headloom.hf.model.cache import UNWRITTEN, HFCache, as_pair, check_width
 from headloom.hf.model.masks import arriving
 from headloom.ops.cache import Seen
 from headloom.ops.masks import Dense, Mask, refuse

@@ -1,13 +1,15 @@
-"""What transformers' `AutoConfig` meets in the folder of a saved graft."""
+"""transformers' AutoConfig knows saved grafts once this is imported, which headloom._hook does as soon as it can."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import AutoConfig
 
-from headloom.hf.model.config import MODEL_TYPE, config_class
+from headloom.hf.model.config import config_class
 from headloom.hf.model.family import family_named
+from headloom.hf.places import MODEL_TYPE
 
 
 class HeadloomConfig(PreTrainedConfig):
@@ -23,3 +25,6 @@ class HeadloomConfig(PreTrainedConfig):
         family = family_named(config_dict.get("family"))
         register_heads(family)
         return config_class(family.name).from_dict(config_dict, **kwargs)
+
+
+AutoConfig.register(MODEL_TYPE, HeadloomConfig, exist_ok=True)
