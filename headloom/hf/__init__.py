@@ -21,6 +21,7 @@ _LAZY = {
     "mix_names": "headloom.hf.grafting.groups",
     "no_decay_names": "headloom.hf.grafting.groups",
     "parameter_groups": "headloom.hf.grafting.groups",
+    "register_family": "headloom.hf.model.family",
 }
 
 
@@ -42,4 +43,5 @@ __all__ = [
     "mix_names",
     "no_decay_names",
     "parameter_groups",
+    "register_family",
 ]

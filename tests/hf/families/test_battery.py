@@ -139,19 +139,21 @@ def test_a_partial_graft_keeps_the_others(base, family, batch, encoder, near):
     near(logits(model, x, attention_mask=mask)[mask.bool()], rows)
 
 
-def test_the_modules_stay_the_same(base, family):
+def test_modules_are_copied_and_tensors_shared(base, family):
+    """Of the same classes, but for the attentions and the models themselves, and under the family's names."""
     model = base()
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    config, modules = model.config, dict(model.named_modules())
+    modules = dict(model.named_modules())
     attentions = tuple(path for path, module in modules.items() if type(module) is family.attention_class())
-    model = graft(model, IHA[0], **IHA[1])
-    after = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    assert before.items() <= after.items()
+    made = graft(model, IHA[0], **IHA[1])
+    before, after = (dict(m.named_parameters(remove_duplicate=False)) for m in (model, made))
+    assert all(after[name] is tensor for name, tensor in (*before.items(), *model.named_buffers()) if name in after)
     mixes = {name.rpartition(".")[0].rpartition(".")[2] for name in after.keys() - before.keys()}
-    assert mixes == {"q_mix", "k_mix", "v_mix", "out_mix"}
-    now = dict(model.named_modules())
-    assert all(path.startswith(attentions) for path, module in modules.items() if now.get(path) is not module)
-    assert config is not model.config and type(config) is family.config_class()
+    assert before.keys() <= after.keys() and mixes == {"q_mix", "k_mix", "v_mix", "out_mix"}
+    now = dict(made.named_modules())
+    assert not {*modules.values()} & {*now.values()}
+    others = {path for path, m in modules.items() if path not in attentions and m not in (model, model.base_model)}
+    assert all(type(now[path]) is type(modules[path]) for path in others)
+    assert made.config is not model.config and type(model.config) is family.config_class()
 
 
 @pytest.mark.parametrize("head", [None, "AutoModel"])
