@@ -151,8 +151,9 @@ def test_modules_are_copied_and_tensors_shared(base, family):
     assert before.keys() <= after.keys() and mixes == {"q_mix", "k_mix", "v_mix", "out_mix"}
     now = dict(made.named_modules())
     assert not {*modules.values()} & {*now.values()}
-    others = {path for path, m in modules.items() if path not in attentions and m not in (model, model.base_model)}
-    assert all(type(now[path]) is type(modules[path]) for path in others)
+    kept = {path for path in modules.keys() & now.keys() if path not in attentions}
+    assert all(path.startswith(attentions) for path in modules.keys() - now.keys()), "what an attention has no use for"
+    assert all(type(now[p]) is type(modules[p]) for p in kept if modules[p] not in (model, model.base_model))
     assert made.config is not model.config and type(model.config) is family.config_class()
 
 
