@@ -326,6 +326,25 @@ def test_checkpoints_that_a_kill_left_beside_a_result_are_removed(trained):
     assert not left.parent.exists()
 
 
+def test_whether_a_run_is_finished_is_only_asked(trained, monkeypatch):
+    from headloom.lab.run.runner import Runner
+
+    class Stop(Exception):
+        pass
+
+    def ask(runner, engine):
+        assert runner._is_finished("mha", 0, 0.001)
+        raise Stop
+
+    found, _, _, made = trained
+    left = found.folder / "runs" / "mha-lr0.001-seed0" / "checkpoints"
+    left.mkdir()
+    monkeypatch.setattr(Runner, "_runs", ask)
+    with pytest.raises(Stop):
+        made.run(found.folder, report=False)
+    left.rmdir()  # it is there
+
+
 def test_a_mapping_goes_from_yaml_to_the_module_as_it_is(text_file, tmp_path):
     """For all variants of a name, for one variant, and swept: the module's own config holds the mapping."""
     from headloom.lab.plan.layers import meta_model
