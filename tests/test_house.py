@@ -90,6 +90,7 @@ CLOSING: set[tuple[str, str]] = {
     ("headloom.hf.model.config", "headloom.hf.model.classes"),
     ("headloom.hf.model.attention", "headloom.hf.model.classes"),
     ("headloom.hf.model.mixin", "headloom.hf.model.classes"),
+    ("headloom.hf.places", "headloom.hf.checkpoints"),
 }
 
 
