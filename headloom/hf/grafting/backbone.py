@@ -46,11 +46,11 @@ def read_backbone(path: str | Path) -> dict[str, Any]:
             f"'{path}' holds no Hugging Face config: give a folder with a config.json, or such a JSON file with its "
             "model_type"
         )
-    return whole(values, f"'{path}'")
+    return complete(values, f"'{path}'")
 
 
-def whole(values: Mapping[str, Any], source: str = "the backbone") -> dict[str, Any]:
-    """The config with every field that its class has. `source` is what errors call it.
+def complete(values: Mapping[str, Any], source: str = "the backbone") -> dict[str, Any]:
+    """A decoder's config with every field that its class has. `source` is what errors call it.
 
     Raises HeadloomError: a config that is no decoder's, needs code or quantized weights of its own, or cannot be read.
     """
@@ -186,5 +186,7 @@ def keeping_enough(family: Family, config: Any, windows: Sequence[int | None]) -
     if all(mine is None or (given is not None and given <= mine) for mine, given in zip(own, windows, strict=True)):
         return config
     values = config.to_dict()
-    kinds = {"layer_types": ["full_attention"] * len(windows)} if values.get("layer_types") else {}
-    return type(config).from_dict({**values, "sliding_window": None, **kinds})
+    kinds = (
+        {"layer_types": ["full_attention"] * len(windows)} if values.get("layer_types") else {"sliding_window": None}
+    )
+    return type(config).from_dict({**values, **kinds})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.grafting.backbone import config_of, keeping_enough, sized
+from headloom.hf.grafting.backbone import complete, config_of, keeping_enough, sized
 from headloom.hf.model.attention import spec_of
 from headloom.hf.model.config import OWN_PROJECTIONS, OWN_ROTARY, config_class, grafted_config
 from headloom.hf.model.family import Family, family_named
@@ -133,6 +133,7 @@ def build_around(
     for name, value in {"vocab_size": vocab_size, "tokens": tokens, **sizes}.items():
         whole(name, value)
     special = _tokens(vocab_size, pad_token_id=pad_token_id, bos_token_id=bos_token_id, eos_token_id=eos_token_id)
+    backbone = complete(backbone)
     place, family = _device(device), family_named(backbone["model_type"])
     config = config_of(sized(backbone, **sizes), tokens=tokens, vocab_size=vocab_size, **special)
     named = _specs(specs, config.num_hidden_layers, tokens)
@@ -160,6 +161,7 @@ def _initialised(family: Family, config: Any, seed: int, place: torch.device) ->
             model.initialize_weights()
     elif model._can_set_experts_implementation():  # the others read how many tokens an expert got
         model.set_experts_implementation("batched_mm")
+    model.loss_type = "ForCausalLM"  # transformers finds it by the class's name, but not by GPT-2's
     model.tie_weights()
     return model.to(place)
 

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from published import published_config
-from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
+from headloom.core.errors import HeadloomError
 from headloom.costs.count import model_flops
-from headloom.hf import build_around
+from headloom.hf import build_around, fold
 from headloom.hf.grafting.backbone import attention_facts, read_backbone, sized, sizes_of
 from headloom.hf.model.config import config_class
 from headloom.hf.model.family import Encoder, attentions, families
@@ -146,4 +146,46 @@ def test_another_depth_and_another_width(name, family, backbone, around):
     assert windows[3] in windows[:3]
     group = before[0]["num_heads"] // before[0]["num_kv_heads"]
     assert attentions(family, around(plain(family, deeper.config), num_layers=5))[4].config.group == group
-    assert isinstance(deeper, nn.Module)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"], indirect=True)
+def test_a_wider_window_than_the_configs_is_kept_while_generating(around):
+    """transformers' cache drops what lies behind the config's window; the variant's is the last word."""
+    model = around(("gqa", {"window": None, "num_kv_heads": 1})).eval()
+    ids = torch.randint(3, VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :-1], cache=cache)
+        last = model(ids[:, -1:], cache=cache).logits[:, -1]
+        torch.testing.assert_close(last, model(ids, use_cache=False).logits[:, -1], rtol=0, atol=1e-5)
+        swapped = torch.cat((ids[:, 1:2], ids[:, :1], ids[:, 2:]), 1)
+        assert (model(swapped).logits[:, -1] - last).abs().max() > 1e-4, "the first tokens are seen"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "qwen2"], indirect=True)
+def test_what_plain_weights_can_say_folds_into_an_ordinary_model(around, family):
+    model = around(("iha", {"pseudo_heads": 1, "collapse": "mean"})).double().eval()
+    with torch.no_grad():
+        for attention in attentions(family, model):
+            attention.q_mix.weight.normal_(generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(1))
+    expected = model(ids).logits
+    fold(model)
+    assert type(model) is family.head_classes()["AutoModelForCausalLM"]
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_are_refused_wherever_a_config_is_given(name):
+    values = json.loads(published_config(name).to_json_string(use_diff=False))
+    with pytest.raises(HeadloomError, match=f"^the backbone is the config of a '{name}' model, an encoder, and mod"):
+        build_around("mha", values, vocab_size=VOCABULARY, tokens=CONTEXT)
+
+
+@pytest.mark.parametrize("name", ["gpt2"], indirect=True)
+def test_what_the_attention_gives_is_dropped_as_published(around, family):
+    attention = attentions(family, around(("gqa", {"dropout": 0.0})))[0].train()
+    torch.manual_seed(0)
+    out = attention(torch.randn(8, 50, 24))[0]
+    assert float((out == 0).float().mean()) == pytest.approx(0.1, abs=0.02)  # of 9,600
+    assert not (attention.eval()(torch.randn(1, 50, 24))[0] == 0).any()
