@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict
 from headloom.core.errors import HeadloomError
 from headloom.core.files import read_json, write_json, write_text
 from headloom.core.heap import freed_memory
+from headloom.core.machine import cores
 
 CONFIG, METRICS, RESULT, FAILURE = "config.json", "metrics.jsonl", "result.json", "failure.json"
 MIXES, PICTURES = "mixes.npz", "pictures.npz"
@@ -193,7 +194,7 @@ def machine() -> dict[str, str | int | float]:
     return {
         "processor": _processor(),
         "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1),
+        "cores": cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": platform.system(),
     }

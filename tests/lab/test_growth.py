@@ -7,10 +7,12 @@ import yaml
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.compare import Interrupted
-from headloom.lab.plan import growth, timing
+from headloom.lab.plan import timing
+from headloom.lab.plan.places import ASIDE
+from headloom.lab.run import growth
 from headloom.lab.run.progress import Progress
 from headloom.lab.run.status import study_status
-from headloom.lab.spec.study import Study
+from headloom.lab.study import Study
 
 TWO = ["mha", "iha:pseudo_heads=2"]
 
@@ -211,4 +213,4 @@ def test_two_runs_that_change_places(tmp_path):
             "name": config["name"],
             "of": config["width"],
         }
-    assert not list((tmp_path / growth.ASIDE).iterdir())
+    assert not list((tmp_path / ASIDE).iterdir())

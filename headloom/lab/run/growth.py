@@ -13,9 +13,9 @@ from typing import Any
 
 from headloom.core.files import read_json, write_json
 from headloom.lab.plan.fairness import differences
+from headloom.lab.plan.places import ASIDE, RUNS
 from headloom.lab.spec.resolved import StudySpec, identity
 
-ASIDE = "set_aside"
 # what may differ between two studies that have runs in common; everything else is in every run's configuration
 _FREE = {"kind", "name", "title", "question", "size", "variants", "reference", "budgets", "axes", "seeds", "grid_seeds"}
 _FREE |= {"learning_rates", "extend_grid", "data", "text_column", "config", "steps"}
@@ -89,7 +89,7 @@ def arrange(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> bool:
     """
     held = {
         config.parent: _contents(read_json(config))
-        for place in ("runs", ASIDE)
+        for place in (RUNS, ASIDE)
         for config in sorted((folder / place).glob("*/config.json"))
     }
     asked = {folder / place: config for place, config in wanted.items()}
@@ -131,10 +131,3 @@ def _rename(here: Path, name: str) -> None:
         record = read_json(here / file)
         if record is not None and record.get("name") != name:
             write_json(here / file, {**record, "name": name})
-
-
-def kept_besides(folder: Path, used: set[str]) -> list[str]:
-    """The folders of finished runs that are there and not used (`used`: as in `arrange`)."""
-    results = [path for place in ("runs", ASIDE) for path in sorted((folder / place).glob("*/result.json"))]
-    found = [str(path.parent.relative_to(folder)) for path in results]
-    return [place for place in found if place not in used]
