@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,59 @@ def test_imports_point_down(path: Path):
         if other is None or other == own or (own, other) in NEIGHBOURS:
             continue
         assert FLOORS[other] < FLOORS[own], f"{own} (floor {FLOORS[own]}) imports {name} (floor {FLOORS[other]})"
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module and package."""
+    return {
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
+    }
+
+
+def edges() -> dict[str, set[str]]:
+    """Module -> the modules it imports, wherever in its file: at its top, in a function, or for type checkers only."""
+    known = modules()
+    found: dict[str, set[str]] = {name: set() for name in known}
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names if alias.name in known}
+            elif isinstance(node, ast.ImportFrom) and node.module in known:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[name] |= {other if other in known else node.module for other in whole}
+    return found
+
+
+# (who, whom): imports that close a circle and are to go
+CLOSING: set[tuple[str, str]] = {
+    ("headloom.contract.bases", "headloom.contract.attention"),
+    ("headloom.hf.model.config", "headloom.hf.model.classes"),
+    ("headloom.hf.model.attention", "headloom.hf.model.classes"),
+    ("headloom.hf.model.mixin", "headloom.hf.model.classes"),
+    ("headloom.hf.places", "headloom.hf.checkpoints"),
+}
+
+
+def test_no_import_circle_between_files():
+    without = {name: {other for other in others if (name, other) not in CLOSING} for name, others in edges().items()}
+    TopologicalSorter(without).prepare()  # raises CycleError, which names the files of a circle
+
+
+def room(module: str) -> str:
+    """lab and hf have rooms: folders inside the folder."""
+    parts = module.split(".")
+    depth = 3 if parts[1:2] in (["lab"], ["hf"]) else 2
+    return ".".join(parts[:depth])
+
+
+@pytest.mark.parametrize("within", [lambda module: ".".join(module.split(".")[:2]), room], ids=["folders", "rooms"])
+def test_no_import_circle_between_folders(within):
+    between: dict[str, set[str]] = {}
+    for name, others in edges().items():
+        if name != "headloom":  # the public names, of all floors
+            mine = between.setdefault(within(name), set())
+            mine |= {within(other) for other in others if (name, other) not in CLOSING} - {within(name)}
+    TopologicalSorter(between).prepare()
 
 
 def test_every_folder_has_a_floor():

@@ -10,8 +10,6 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 from headloom.core.heap import freed_memory
 
 DECISIVE = ("torch", "transformers", "accelerate", "tokenizers", "numpy", "headloom")
@@ -41,6 +39,8 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, str | int | float]:
     """Processor, architecture, cores, memory in GiB and operating system."""
+    import psutil
+
     return {
         "processor": _processor(),
         "architecture": platform.machine(),

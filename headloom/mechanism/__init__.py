@@ -1,4 +1,4 @@
-"""Floor 3: one file a mechanism, their registry, and schedules of them over the layers of a model.
+"""One file a mechanism, their registry, and schedules of them over the layers of a model.
 
 The folder is walked: nothing lists the names.
 """
@@ -14,6 +14,7 @@ from headloom.mechanism.registry import (
     MechanismInfo,
     attention,
     build_from_config,
+    built_config,
     foldable,
     layer_config,
     make_config,
@@ -34,6 +35,7 @@ __all__ = [
     "MechanismInfo",
     "attention",
     "build_from_config",
+    "built_config",
     "foldable",
     "layer_config",
     "make_config",

@@ -1,4 +1,4 @@
-"""Floor 1: what runs, studies and fine-tunings leave on the disk: typed schemas, each with one reader and one writer.
+"""Schemas of the files that runs and studies leave, each with one reader and one writer.
 
 files      how a file of records is written, and read or refused
 runs       a run's folder          metrics    its metrics.jsonl        arrays   its mixes.npz and pictures.npz

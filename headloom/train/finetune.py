@@ -7,7 +7,6 @@ in the attention alone. Seeds order the data; a graft starts the same for all of
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from headloom.data import Corpus, TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
 from headloom.hf.grafting.groups import mix_groups
+from headloom.hf.places import new_folder
 from headloom.records import runs
 from headloom.records.runs import RunResult
 from headloom.records.surroundings import Machine
@@ -38,18 +38,10 @@ from headloom.records.tuning import (
     TuningResult,
     run_folder,
 )
-from headloom.train.config import FineTuneConfig, GraftSpec
+from headloom.train.config import Arm, FineTuneConfig, fine_tunings
 from headloom.train.run import resolve, train
 
 Runs = Mapping[tuple[str, int], FineTuneConfig]
-
-
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """A checkpoint, and what is grafted into it before training (None: nothing)."""
-
-    model: str
-    graft: GraftSpec | None = None
 
 
 class TuningProgress(Protocol):
@@ -92,13 +84,7 @@ def finetune(
         RunError: a run's numbers are no longer finite; what was finished before it stays.
     """
     out = Path(out)
-    if seeds < 1 or not arms:
-        raise HeadloomError(f"seeds must be at least 1, not {seeds}" if arms else "name at least one arm")
-    configs = {
-        (name, seed): FineTuneConfig(**recipe, name=name, seed=seed, model=arm.model, graft=arm.graft)
-        for seed in range(seeds)  # all arms of a seed, then the next: what is there can be compared at any time
-        for name, arm in arms.items()
-    }
+    configs = fine_tunings(arms, seeds, **recipe)
     first = next(iter(configs.values()))
     tokenizer = _tokenizer(arms)
     data = prepare(corpus, tokenizer, context=first.tokens, validation_bytes=validation_bytes)
@@ -137,11 +123,12 @@ def _train(
     arm = out / config.name
 
     def make(run: FineTuneConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-        model = checkpoints.load(run.model, dtype="float32", causal=True).model.to(run.device)
+        model = checkpoints.load_checkpoint(run.model, dtype="float32", causal=True).model.to(run.device)
         report = None
         if run.graft is not None:
             spec = run.graft
-            report = hf.graft(model, spec.mechanism, layers=spec.layers, allow_change=spec.allow_change, **spec.options)
+            model = hf.graft(model, spec.mechanism, layers=spec.layers, allow_change=spec.allow_change, **spec.options)
+            report = model.graft_report
         _fits(model, run, tokenizer)
         arm.mkdir(parents=True, exist_ok=True)  # only now: a call that was wrong leaves nothing behind
         ASKED.write(out, asked)
@@ -205,7 +192,7 @@ def _fits(model: PreTrainedModel, run: FineTuneConfig, tokenizer: PreTrainedToke
 def _check(out: Path, asked: TuningAsked) -> None:
     """Refuse a folder that holds something else."""
     if not ASKED.is_in(out):
-        checkpoints.new_folder(out, besides=LOCK)
+        new_folder(out, besides=LOCK)
     elif ASKED.read(out) != asked:
         raise HeadloomError(
             f"'{out}' holds another fine-tuning (other data or settings): give another folder, or remove this one"

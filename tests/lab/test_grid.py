@@ -10,12 +10,12 @@ import pytest
 from headloom.core.errors import HeadloomError
 from headloom.core.machine import machine
 from headloom.lab.results.summary import rate_beyond
-from headloom.lab.run.engines import base
+from headloom.lab.run.engines import inline
 from headloom.lab.run.progress import Progress
 from headloom.lab.run.status import study_status
 from headloom.lab.run.work import Failed
 from headloom.lab.spec.resolve import resolve
-from headloom.lab.spec.study import Study
+from headloom.lab.study import Study
 from headloom.records.runs import RunResult
 
 BEST = {"mha": 0.00025, "iha": 0.03}  # two below the grid; four above, of which three are tried
@@ -70,7 +70,7 @@ stop_at = None
 @pytest.fixture
 def run(text_file, tmp_path, monkeypatch):
     """Run the study in a folder: its results, and the runs it made."""
-    monkeypatch.setattr(base, "work", invented)
+    monkeypatch.setattr(inline, "work", invented)
 
     def once(folder="s", stop=None, failing=(), **values):
         monkeypatch.setitem(globals(), "stop_at", stop)

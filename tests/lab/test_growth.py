@@ -7,11 +7,13 @@ import yaml
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.compare import Interrupted
-from headloom.lab.plan import growth
+from headloom.lab.plan import timing
+from headloom.lab.plan.places import ASIDE
+from headloom.lab.run import growth
 from headloom.lab.run.progress import Progress
 from headloom.lab.run.status import study_status
-from headloom.lab.spec.study import Study
-from headloom.records.runs import CONFIG, FAILURE, RunFailure, timing
+from headloom.lab.study import Study
+from headloom.records.runs import CONFIG, FAILURE, RunFailure
 
 TWO = ["mha", "iha:pseudo_heads=2"]
 
@@ -210,4 +212,4 @@ def test_two_runs_that_change_places(tmp_path):
         assert CONFIG.read(tmp_path / place) == config
         failure = FAILURE.read(tmp_path / place)
         assert (failure.name, failure.seed) == (config["name"], config["width"])
-    assert not list((tmp_path / growth.ASIDE).iterdir())
+    assert not list((tmp_path / ASIDE).iterdir())

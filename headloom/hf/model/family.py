@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from headloom.core.errors import HeadloomError
+from headloom.core.registry import Registry
 from headloom.hf.model.layouts import Layout, Separate
 from headloom.hf.model.rope import FamilyRotary, from_parameters
 
@@ -44,6 +45,15 @@ class Family(abc.ABC):
     passes_positions = True
     """Whether the layers are told `position_ids`."""
 
+    size_names: ClassVar[dict[str, str]] = {}
+    """Sizes that its config has under another name than Llama's, beside those that its class translates itself."""
+
+    free_head_dim = False
+    """Whether a head may be of any width; else the heads fill the model's."""
+
+    head_dim_names: ClassVar[tuple[str, ...]] = ()
+    """Fields of its config that follow the width of a head where they are equal to it."""
+
     refused: ClassVar[dict[str, str]] = {}
     """model_type of relatives that cannot be grafted -> why, and what can."""
 
@@ -69,12 +79,16 @@ class Family(abc.ABC):
         return getattr(modelling, self.attention)
 
     def as_own(self, attention: nn.Module) -> nn.Module:
-        """What a grafted attention took from the family, under the family's class, by which it initialises."""
+        """What a grafted attention took from the family, under the family's class, by which it initialises. Of one with
+        projections of its own, the one that reads the heads."""
         cls: Any = self.attention_class()
-        own = cls.__new__(cls)
+        own, layout = cls.__new__(cls), self.layout
         nn.Module.__init__(own)
-        for name in self.layout.names:
-            own.add_module(name, attention.get_submodule(name))
+        if getattr(attention, "base", None) is layout:
+            for name in layout.names:
+                own.add_module(name, attention.get_submodule(name))
+        elif layout.out is not None:
+            own.add_module(layout.out, attention.get_submodule("o_proj"))
         return own
 
     @functools.cache  # noqa: B019  a family is made once
@@ -108,6 +122,9 @@ class Family(abc.ABC):
         """The projection that reads the concatenated heads, inside the attention or beside it."""
         return getattr(self.attention_of(layer), str(self.layout.out))
 
+    def feed_forward_width(self, config: Any) -> int:
+        return config.intermediate_size
+
     def own_config(
         self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]
     ) -> dict[str, Any]:
@@ -122,6 +139,8 @@ class Family(abc.ABC):
 
 class Decoder(Family):
     """What Llama and the families after it share: their config's names, rotary over whole heads, causality."""
+
+    free_head_dim = True
 
     def common(self, config: Any, index: int) -> dict[str, Any]:
         rope_theta, rope_scaling = from_parameters(self.rope(config, index), config.max_position_embeddings)
@@ -166,17 +185,34 @@ class Encoder(Family):
         }
 
 
+_FAMILIES: Registry[Family] = Registry("model family")
+
+
+def register_family(family: Family) -> Family:
+    """Make a family of your own known to grafts, saving and loading, like those of `headloom/hf/families/`.
+
+    Call it in every process before the first graft of the family, and before a saved one is loaded.
+
+    Raises: TypeError for what is no `Family`, or a second family of one name.
+    """
+    if not isinstance(family, Family):
+        raise TypeError(f"register_family takes an instance of a subclass of Family, not {family!r}")
+    families()  # those of the folder first: a name of theirs is taken
+    return _FAMILIES.add(family.name, family)
+
+
+def families() -> Mapping[str, Family]:
+    """model_type -> family: every file in `headloom/hf/families/`, and what `register_family` was given."""
+    _walk()
+    return _FAMILIES
+
+
 @functools.cache
-def families() -> dict[str, Family]:
-    """model_type -> family, for every file in `headloom/hf/families/`."""
+def _walk() -> None:
     package = importlib.import_module("headloom.hf.families")
-    found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(package.__path__):
         family = importlib.import_module(f"{package.__name__}.{module.name}").FAMILY
-        if family.name in found:
-            raise TypeError(f"family '{family.name}' is defined twice")
-        found[family.name] = family
-    return found
+        _FAMILIES.add(family.name, family)
 
 
 def family_named(name: Any) -> Family:
@@ -190,7 +226,8 @@ def family_named(name: Any) -> Family:
     raise HeadloomError(
         f"model family '{name}' is not known here: nothing says where its attention is and how its config reads. "
         f"Known: {', '.join(sorted(known))}. A family is one file in headloom/hf/families/ with a `Family`, which "
-        "gives its name, the class and the path of its attention, its layout and `common`"
+        "gives its name, the class and the path of its attention, its layout and `common`; one in a file of yours is "
+        "made known by headloom.hf.register_family"
     )
 
 

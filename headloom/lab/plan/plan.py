@@ -20,7 +20,7 @@ from headloom.lab.plan.layers import (
     meaningless,
     run_config,
 )
-from headloom.lab.results.summary import run_folder
+from headloom.lab.plan.places import run_folder
 from headloom.lab.spec.resolved import BudgetSpec, Shape, StudySpec, VariantSpec
 from headloom.lab.spec.variants import refuse_duplicates
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headloom.core.files import write_json
+from headloom.core.files import write_csv, write_json
 from headloom.lab.plan.fairness import differences, flatten
-from headloom.lab.plan.folder import slug, write_csv
+from headloom.lab.plan.places import folder_of
 from headloom.lab.results.readings import at_time, time_sentence, told_apart
 from headloom.lab.results.remarks import remarks
 from headloom.lab.results.statistics import (
@@ -29,17 +29,6 @@ from headloom.records.runs import FAILURE, MIXES, PICTURES, RESULT
 
 UNIT = "bits per byte"
 Quality = dict[str, dict[int, float]]
-
-
-def run_folder(label: str, seed: int, learning_rate: float | None = None) -> str:
-    """A run's folder inside the study's: runs/<variant>-seed<k>, with -lr<rate> before the seed where rates differ."""
-    rate = "" if learning_rate is None else f"-lr{learning_rate:g}"
-    return f"runs/{slug(label)}{rate}-seed{seed}"
-
-
-def folder_of(spec: StudySpec, label: str, seed: int, learning_rate: float) -> str:
-    """The same; the rate stands in the name where the study has a grid of them."""
-    return run_folder(label, seed, learning_rate if spec.has_grid else None)
 
 
 def read_run(spec: StudySpec, folder: Path, label: str, seed: int, learning_rate: float) -> dict[str, Any]:

@@ -24,16 +24,17 @@ from headloom.core.files import read_json, saying_when_full, write_json, write_t
 from headloom.core.locks import locked
 from headloom.core.machine import machine
 from headloom.lab.plan.budget import Match
-from headloom.lab.plan.growth import arrange, timing_key
+from headloom.lab.plan.places import folder_of
 from headloom.lab.plan.plan import Plan
 from headloom.lab.plan.timing import Measured, match_time
 from headloom.lab.results.comparison import Comparison
-from headloom.lab.results.summary import folder_of, is_beyond, read_run, read_runs, summarise, write_results
+from headloom.lab.results.summary import is_beyond, read_run, read_runs, summarise, write_results
 from headloom.lab.run.engines import Engine, Listener, open_engine
+from headloom.lab.run.growth import arrange, timing_key
 from headloom.lab.run.progress import Progress
 from headloom.lab.run.work import Bundle, Job, foreign
 from headloom.lab.spec.resolved import Shape, StudySpec
-from headloom.lab.spec.study import Study
+from headloom.lab.spec.study import WrittenStudy
 from headloom.records.runs import CONFIG, FAILURE, RunFailure
 
 
@@ -50,7 +51,7 @@ class Runner(Listener):
         folder: Path,
         study_hash: str,
         resolved: dict[str, Any],
-        study: Study,
+        study: WrittenStudy,
         command: str,
         notes: Sequence[str],
         progress: Progress,

@@ -28,7 +28,7 @@ from headloom.lab.run.work import Bundle, Failed, Job, work
 from headloom.records.runs import RESULT
 
 if TYPE_CHECKING:
-    from headloom.lab.spec import study
+    from headloom.lab.spec.study import EngineOptions
 
 Left = dict[str, bytes]
 Said = tuple[str, int, float]
@@ -41,7 +41,7 @@ class RayEngine(Engine):
     """See the module. An address is "auto", "host:port" or "ray://host:port"; None: the cluster this process is in, or
     a new one on this machine."""
 
-    def __init__(self, bundle: Bundle, options: study.Engine, *, threads: int) -> None:
+    def __init__(self, bundle: Bundle, options: EngineOptions, *, threads: int) -> None:
         self._bundle, self._options, self._threads = bundle, options, threads
         try:
             import ray

@@ -15,11 +15,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import headloom
 from headloom.core.errors import HeadloomError
 from headloom.core.files import saying_when_full
 from headloom.core.machine import cores
@@ -86,7 +86,7 @@ class _Slot:
 
     def __init__(self, bundle: int, threads: int, gpu: int | None) -> None:
         self._bundle, self._arguments = bundle, [sys.executable, *WORKER, str(bundle)]
-        above = str(Path(headloom.__file__).parent.parent)
+        above = str(Path(str(files("headloom"))).parent)
         paths = dict.fromkeys([above, *filter(None, sys.path)])  # a user's mechanism is imported as here
         own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
         self._environment = wait_briefly({**os.environ, **own})

@@ -13,10 +13,10 @@ from typing import Any
 
 from headloom.core.machine import versions
 from headloom.lab.plan.fairness import differences
+from headloom.lab.plan.places import ASIDE, RUNS
 from headloom.lab.spec.resolved import StudySpec, identity
 from headloom.records.runs import CONFIG, FAILURE, RESULT
 
-ASIDE = "set_aside"
 # what may differ between two studies that have runs in common; everything else is in every run's configuration
 _FREE = {"kind", "name", "title", "question", "size", "variants", "reference", "budgets", "axes", "seeds", "grid_seeds"}
 _FREE |= {"learning_rates", "extend_grid", "data", "text_column", "config", "steps"}
@@ -88,7 +88,7 @@ def arrange(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> bool:
     """
     held = {
         config.parent: _contents(CONFIG.read(config.parent))
-        for place in ("runs", ASIDE)
+        for place in (RUNS, ASIDE)
         for config in sorted((folder / place).glob(f"*/{CONFIG.name}"))
     }
     asked = {folder / place: config for place, config in wanted.items()}
@@ -134,10 +134,3 @@ def _rename(here: Path, name: str) -> None:
     config = CONFIG.read_if_there(here)  # the last one says whether it is done
     if config is not None and config["name"] != name:
         CONFIG.write(here, {**config, "name": name})
-
-
-def kept_besides(folder: Path, used: set[str]) -> list[str]:
-    """The folders of finished runs that are there and not used (`used`: as in `arrange`)."""
-    results = [path for place in ("runs", ASIDE) for path in sorted((folder / place).glob(f"*/{RESULT.name}"))]
-    found = [str(path.parent.relative_to(folder)) for path in results]
-    return [place for place in found if place not in used]
