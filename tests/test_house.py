@@ -88,10 +88,6 @@ def edges() -> dict[str, set[str]]:
 # (who, whom): imports that close a circle and are to go
 CLOSING: set[tuple[str, str]] = {
     ("headloom.contract.bases", "headloom.contract.attention"),
-    ("headloom.hf.model.config", "headloom.hf.model.classes"),
-    ("headloom.hf.model.attention", "headloom.hf.model.classes"),
-    ("headloom.hf.model.mixin", "headloom.hf.model.classes"),
-    ("headloom.hf.places", "headloom.hf.checkpoints"),
 }
 
 
