@@ -11,10 +11,13 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import yaml
+
 import headloom
 
 ROOT = Path(headloom.__file__).parent
 REPOSITORY = ROOT.parent
+PAPERS = ("iha", "sas")  # what this package is about
 MODULES = {"pyyaml": "yaml", "vl-convert-python": "vl_convert"}  # distributions whose module has another name
 
 ATTENTION_ALONE = """
@@ -78,3 +81,11 @@ def test_attentions_need_torch_alone(tmp_path: Path):
         "ModuleNotFoundError"
         in subprocess.run([sys.executable, "-I", "-S", "-c", gone], capture_output=True, text=True).stderr
     )
+
+
+def test_it_says_whose_it_is_and_how_to_cite_it():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert project["authors"] == citation["authors"] and citation["version"] == headloom.__version__
+    papers = {f"https://arxiv.org/abs/{headloom.mechanisms()[name].paper.removeprefix('arXiv:')}" for name in PAPERS}
+    assert papers <= set(project["urls"].values()) and papers == {entry["url"] for entry in citation["references"]}

@@ -11,20 +11,27 @@ from headloom.cli.graft import Dtype, Model, Out, saved
 
 
 @ends_with_status
-def fold(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -> None:
+def fold_command(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -> None:
     """Multiply a graft's mixes into its projections: a checkpoint of the original family, without headloom.
 
     Refused, with the reason, where plain weights cannot say it.
     """
-    from headloom import hf
-    from headloom.hf import checkpoints
+    from headloom.core.errors import HeadloomError
+    from headloom.hf import places
 
-    with only_json_on_stdout(as_json) as stdout, checkpoints.place_for(out):
-        checkpoint = checkpoints.load(model, dtype=dtype)
-        report = hf.fold(checkpoint.model)
-        checkpoints.save(checkpoint, out)
+    if not places.is_graft(model):
+        raise HeadloomError(f"only a grafted model can be folded, and '{model}' is none")
+    places.check_checkpoint(model, dtype=dtype)
+    with only_json_on_stdout(as_json) as stdout, places.place_for(out):
+        from headloom import hf
+        from headloom.hf import checkpoints
+
+        found = checkpoints.load_checkpoint(model, dtype=dtype)
+        found.model = hf.fold(found.model)
+        report = found.model.fold_report
+        checkpoints.save_checkpoint(found, out)
         if as_json:
             print_json({"folder": str(out), **dataclasses.asdict(report)}, stdout)
         else:
             typer.echo(report)
-            typer.echo(saved(out, with_tokenizer=checkpoint.tokenizer is not None))
+            typer.echo(saved(out, with_tokenizer=found.tokenizer is not None))

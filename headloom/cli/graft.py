@@ -26,7 +26,7 @@ Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bflo
 
 
 @ends_with_status
-def graft(
+def graft_command(
     model: Model,
     out: Out,
     to: Annotated[str, To],
@@ -40,19 +40,38 @@ def graft(
 
     Unless --allow-change is given the result computes what the original did; the difference is measured and printed.
     """
-    mechanism, options = mechanism_of(to, settings or [])
-    from headloom import hf
-    from headloom.hf import checkpoints
+    from headloom.hf import places
 
-    with only_json_on_stdout(as_json) as stdout, checkpoints.place_for(out):
-        checkpoint = checkpoints.load(model, dtype=dtype)
-        report = hf.graft(checkpoint.model, mechanism, layers=layers, allow_change=allow_change, **options)
-        checkpoints.save(checkpoint, out)
+    check_mechanism(to, settings or [], layers)
+    places.check_checkpoint(model, dtype=dtype)
+    with only_json_on_stdout(as_json) as stdout, places.place_for(out):
+        mechanism, options = mechanism_of(to, settings or [])
+        from headloom import hf
+        from headloom.hf import checkpoints
+
+        found = checkpoints.load_checkpoint(model, dtype=dtype)
+        found.model = hf.graft(found.model, mechanism, layers=layers, allow_change=allow_change, **options)
+        report = found.model.graft_report
+        checkpoints.save_checkpoint(found, out)
         if as_json:
             print_json({"folder": str(out), **as_dict(report)}, stdout)
         else:
             typer.echo(report)
-            typer.echo(saved(out, with_tokenizer=checkpoint.tokenizer is not None))
+            typer.echo(saved(out, with_tokenizer=found.tokenizer is not None))
+
+
+def check_mechanism(text: str, settings: Sequence[str], layers: str | None) -> None:
+    """Refuse what is wrong with --to, --set and --layers whatever the mechanism's options are, without torch."""
+    from headloom.hf.places import read_layers
+    from headloom.lab.spec.names import check_name
+    from headloom.lab.spec.options import split_pair
+    from headloom.lab.spec.variants import split_variant
+
+    check_name(split_variant(text)[0], schedules=False)
+    for setting in settings:
+        split_pair(setting, "--set")
+    if layers is not None:
+        read_layers(layers)
 
 
 def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -60,9 +79,9 @@ def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any
     which is said on stderr. Unknown names give the near ones."""
     from headloom.lab.spec.names import check_name
     from headloom.lab.spec.options import parse_options, split_pair
-    from headloom.lab.spec.variants import parse_variant, with_defaults
+    from headloom.lab.spec.variants import parse_variant, split_variant, with_defaults
 
-    name = text.partition(":")[0].strip()
+    name, _ = split_variant(text)
     check_name(name, schedules=False)
     pairs = [split_pair(setting, "--set") for setting in settings]
     chosen = parse_options(name, [(key.removeprefix(f"{name}."), value) for key, value in pairs])

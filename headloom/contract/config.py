@@ -21,6 +21,13 @@ BASE_FIELDS: dict[str, tuple[str, ...]] = {
     "kv_only": ("tpa",),
 }
 
+#: what a model's config cannot say about an attention on a base: its name, or how it makes keys, does
+_SETTLED: dict[str, tuple[str, ...]] = {
+    "mha": ("num_kv_heads",),
+    "mqa": ("num_kv_heads",),
+    "mla": ("num_kv_heads", "qk_norm", "rotary_dim"),
+    "tpa": ("num_kv_heads", "qk_norm"),
+}
 
 MODEL_NAMES = ("num_attention_heads", "num_key_value_heads")
 """Sizes as the config of a whole transformers model names them."""
@@ -233,6 +240,17 @@ class AttentionConfig(Config):
     def graft_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Options that make a graft start as the attention it replaces, beside those that were given."""
         return {}
+
+    @classmethod
+    def adopted(cls, facts: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """What this mechanism takes over from a model's own attention where a model is built around it.
+
+        facts: fields of `AttentionConfig`, as the model's config says them. given: the mechanism's options. Left out
+        are fields that mean nothing here, and those that the base settles itself (mha has G = H in any model).
+        """
+        base = given.get("base", cls.base)
+        settled = {*cls.without, *_SETTLED.get(base, ())}
+        return {name: value for name, value in facts.items() if name not in settled}
 
     @property
     def query_heads(self) -> int:

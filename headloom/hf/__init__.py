@@ -1,7 +1,7 @@
 """Headloom's attention in transformers' models: families, grafts, folding, saving and loading.
 
-Importing it tells transformers' AutoConfig about saved grafts and gives the rotary scalings; modelling code is
-imported when first used.
+Names are loaded when first used: what is wrong with a path or a number is said before transformers and torch are
+imported. transformers' AutoConfig is told about saved grafts when it is imported (headloom._hook).
 """
 
 from __future__ import annotations
@@ -9,22 +9,19 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from transformers.models.auto.configuration_auto import AutoConfig
-
-from headloom.hf.model.config import MODEL_TYPE, HeadloomConfig
-
-AutoConfig.register(MODEL_TYPE, HeadloomConfig, exist_ok=True)
-
 _LAZY = {
-    "FoldReport": "headloom.hf.grafting.fold",
-    "GraftReport": "headloom.hf.grafting.graft",
+    "FoldReport": "headloom.hf.model.reports",
+    "GraftReport": "headloom.hf.model.reports",
     "HFCache": "headloom.hf.model.cache",
+    "HeadloomConfig": "headloom.hf.registration",
+    "build_around": "headloom.hf.grafting.build",
     "build_model": "headloom.hf.grafting.build",
     "fold": "headloom.hf.grafting.fold",
     "graft": "headloom.hf.grafting.graft",
     "mix_names": "headloom.hf.grafting.groups",
     "no_decay_names": "headloom.hf.grafting.groups",
     "parameter_groups": "headloom.hf.grafting.groups",
+    "register_family": "headloom.hf.model.family",
 }
 
 
@@ -39,10 +36,12 @@ __all__ = [
     "GraftReport",
     "HFCache",
     "HeadloomConfig",
+    "build_around",
     "build_model",
     "fold",
     "graft",
     "mix_names",
     "no_decay_names",
     "parameter_groups",
+    "register_family",
 ]

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headloom.core.errors import HeadloomError, near
+from headloom.core.errors import HeadloomError
 from headloom.core.files import whole_folder
-from headloom.core.locks import claimed
-from headloom.hf.model.config import MODEL_TYPE
 from headloom.hf.model.family import families, family_named
-
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
+from headloom.hf.places import MODEL_TYPE, check_checkpoint, locate, may_have_tokenizer, new_folder, quiet, saying
 
 
 @dataclasses.dataclass
-class Checkpoint:
+class LoadedModel:
     """A model in evaluation mode and its tokenizer (None where the folder has none)."""
 
     model: Any
     tokenizer: Any | None
 
 
-def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Checkpoint:
+def load_checkpoint(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> LoadedModel:
     """Read a checkpoint. No code from it is run.
 
     Args:
@@ -41,16 +34,15 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
         HeadloomError: nothing there, nothing that loads, or not a causal language model where one is asked for, its
             head included.
     """
-    if dtype not in DTYPES:
-        raise HeadloomError(f"unknown dtype '{dtype}'.{near(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}")
+    check_checkpoint(source, dtype=dtype)
     import transformers
 
-    where, file = _place(str(source))
-    with _saying(source), _quiet():
+    where, file = locate(str(source))
+    with saying(source), quiet():
         config = transformers.AutoConfig.from_pretrained(where, **_given(file))
     auto_class = getattr(transformers, _auto_name(config, source, causal))
     wide = torch.float32 if file and dtype == "auto" else dtype
-    with _saying(source), _quiet():
+    with saying(source), quiet():
         model, info = auto_class.from_pretrained(where, dtype=wide, output_loading_info=True, **_given(file))
     if causal and info["missing_keys"]:  # of a folder with another head: these would be random numbers
         lacking = ", ".join(sorted(info["missing_keys"])[:3])
@@ -60,17 +52,17 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
     model.eval()
     if file:  # the weights are plain tensors by now; the marks that say otherwise would stop training, and be saved
         model.hf_quantizer.remove_quantization_config(model)
-    return Checkpoint(model, load_tokenizer(source))
+    return LoadedModel(model, load_tokenizer(source))
 
 
 def load_tokenizer(source: str | Path) -> Any | None:
     """The tokenizer of a checkpoint, or None where its folder has none. Raises HeadloomError."""
     from transformers import AutoTokenizer
 
-    where, file = _place(str(source))
-    if not file and Path(where).is_dir() and not any((Path(where) / name).is_file() for name in _TOKENIZER_FILES):
+    if not may_have_tokenizer(source):
         return None
-    with _saying(source), _quiet():
+    where, file = locate(str(source))
+    with saying(source), quiet():
         return AutoTokenizer.from_pretrained(where, **_given(file))
 
 
@@ -78,37 +70,13 @@ def _given(file: str | None) -> dict[str, Any]:
     return {"trust_remote_code": False, **({"gguf_file": file} if file else {})}
 
 
-def new_folder(out: Path, *, besides: str | None = None) -> None:
-    """Refuse a place that holds something already, other than a file called `besides`. Raises HeadloomError."""
-    if out.exists() and (not out.is_dir() or any(entry.name != besides for entry in out.iterdir())):
-        raise HeadloomError(f"'{out}' exists and is not empty: give a new folder, or remove this one")
-
-
-@contextlib.contextmanager
-def place_for(out: Path) -> Iterator[None]:
-    """Hold a new folder's place from before the work till it is saved. Raises HeadloomError where something is there
-    already, or another process is making it."""
-    new_folder(out)
-    with claimed(out):
-        yield
-
-
-def save(checkpoint: Checkpoint, out: Path) -> None:
+def save_checkpoint(loaded: LoadedModel, out: Path) -> None:
     """Write model and tokenizer to a new folder; a folder of that name is whole or absent. Raises HeadloomError."""
     new_folder(out)
-    with whole_folder(out) as partial, _quiet():
-        checkpoint.model.save_pretrained(partial)
-        if checkpoint.tokenizer is not None:
-            checkpoint.tokenizer.save_pretrained(partial)
-
-
-def is_graft(source: str | Path) -> bool:
-    """Whether a checkpoint is a graft already. Raises HeadloomError where there is none."""
-    from transformers import AutoConfig
-
-    where, file = _place(str(source))
-    with _saying(source), _quiet():
-        return getattr(AutoConfig.from_pretrained(where, **_given(file)), MODEL_TYPE, None) is not None
+    with whole_folder(out) as partial, quiet():
+        loaded.model.save_pretrained(partial)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(partial)
 
 
 def is_causal(config: Any) -> bool:
@@ -116,24 +84,6 @@ def is_causal(config: Any) -> bool:
     if config.model_type in families():
         return family_named(config.model_type).causal(config)
     return not config.architectures or config.architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def _place(source: str) -> tuple[str, str | None]:
-    """What transformers calls it: (folder or hub name, GGUF file in it or None)."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return str(path), None
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise HeadloomError(f"'{source}' is a file, but no .gguf: give the folder of a checkpoint, or a GGUF file")
-        return str(path.parent), path.name
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not path.parent.is_dir():
-        return source, None
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise HeadloomError(
-        f"'{source}' does not exist.{near(path.name, beside)} Give the folder of a checkpoint, a .gguf file, or the "
-        "hub's 'owner/name'"
-    )
 
 
 def _auto_name(config: Any, source: str | Path, causal: bool) -> str:
@@ -153,29 +103,3 @@ def _auto_name(config: Any, source: str | Path, causal: bool) -> str:
     if named:
         return named[0]
     return "AutoModelForCausalLM" if is_causal(config) else "AutoModel"
-
-
-@contextlib.contextmanager
-def _saying(source: str | Path) -> Iterator[None]:
-    """Whatever stops the libraries from reading a checkpoint, as one line: their errors have no common base."""
-    try:
-        yield
-    except HeadloomError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise HeadloomError(f"'{source}' cannot be loaded: {reason}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars: commands show their own."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

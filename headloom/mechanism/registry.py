@@ -97,6 +97,12 @@ def layer_config(name: str, shared: Mapping[str, Any], options: Mapping[str, Any
     return make_config(name, **{**taken(name, shared), **options})
 
 
+def built_config(name: str, facts: Mapping[str, Any], options: Mapping[str, Any]) -> AttentionConfig:
+    """The config of a layer in a model that is built around the mechanism `name`: of the facts about the attention that
+    the model's config describes those that it adopts, and the layer's own options, which win."""
+    return make_config(name, **{**_MECHANISMS[name].config_cls.adopted(facts, options), **options})
+
+
 def taken(name: str, shared: Mapping[str, Any]) -> dict[str, Any]:
     """`shared` without the fields that mean nothing to the mechanism `name`."""
     without = _MECHANISMS[name].config_cls.without

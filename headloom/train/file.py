@@ -22,13 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headloom.core.errors import HeadloomError, near
 from headloom.core.files import write_text
-from headloom.train.config import RunConfig, evaluation_bytes
-from headloom.train.records import RunResult
+from headloom.records.runs import RUN_YAML, RunResult
+from headloom.train import tracking
+from headloom.train.config import RunConfig, check_device, evaluation_bytes
 
 if TYPE_CHECKING:
     from headloom.train.trainer import Progress
-
-FILE = "run.yaml"
 
 
 class Text(BaseModel):
@@ -54,7 +53,9 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise HeadloomError(f"'{path}' does not exist: give a run's YAML file (headloom train writes {FILE})") from None
+        raise HeadloomError(
+            f"'{path}' does not exist: give a run's YAML file (headloom train writes {RUN_YAML})"
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise HeadloomError(f"'{path}' cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
@@ -81,6 +82,19 @@ def text_of(values: dict[str, Any]) -> Text:
         raise HeadloomError(f"{first['loc'][0]}={first['input']!r}: {first['msg'].lower()}") from None
 
 
+def check_run(run: RunConfig, text: Text, folder: str | Path, *, track: str | None = None) -> None:
+    """Refuse what can be known to be wrong from names, paths and this machine: nothing is read, and torch is imported
+    only to be asked for a GPU."""
+    from headloom.data import check_corpus, check_tokenizer
+
+    tracking.check_name(track)
+    check_corpus(text.data, text_column=text.text_column)
+    check_tokenizer(text.tokenizer)
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise HeadloomError(f"'{folder}' is a file, not a folder: give a folder of its own")
+    check_device(run.device)
+
+
 def train_text(
     run: RunConfig,
     text: Text,
@@ -96,6 +110,7 @@ def train_text(
     """
     import yaml
 
+    check_run(run, text, folder, track=options.get("track"))
     from headloom.data import load_corpus, make_tokenizer, prepare
     from headloom.train.run import train, writes_records
 
@@ -109,5 +124,5 @@ def train_text(
     result = train(run, data, tokenizer, folder, on_progress, **options)
     if writes_records():
         written = {**run.model_dump(mode="json", exclude_defaults=True), **text.model_dump()}
-        write_text(Path(folder) / FILE, yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
+        write_text(Path(folder) / RUN_YAML, yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
     return result

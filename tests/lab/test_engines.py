@@ -11,7 +11,20 @@ from headloom.lab.run.engines.local import Local
 from headloom.lab.run.work import Bundle, Failed, Job, reason, work
 from headloom.lab.spec import study
 
-FATES = ("good", "segfault", "killed", "worker killed", "slow", "gone", "broken", "memory", "full", "nan", "good again")
+FATES = (
+    "good",
+    "segfault",
+    "killed",
+    "worker killed",
+    "orphaned",
+    "slow",
+    "gone",
+    "broken",
+    "memory",
+    "full",
+    "nan",
+    "good again",
+)
 
 
 class Told(Listener):
@@ -75,6 +88,7 @@ def test_good_runs_are_done_each_in_a_process_of_its_own(told):
         ("segfault", "its process was killed by SIGSEGV"),
         ("killed", "its process was killed by SIGKILL, as the system does when memory runs out"),
         ("worker killed", "its worker process was killed by SIGKILL"),
+        ("orphaned", "its worker process was killed by SIGKILL"),
         ("slow", r"timed out after \d+ s \(engine.timeout\)"),
         ("gone", "its process ended with status 7"),
         ("broken", r"its process ended with status 1 \(its log.txt says more\)"),
@@ -85,6 +99,11 @@ def test_good_runs_are_done_each_in_a_process_of_its_own(told):
 )
 def test_reasons(told, name, part):
     assert re.search(part, told.reasons[name])
+
+
+def test_a_run_ends_with_its_worker(told):
+    """The study hears of the worker's end when its run has ended too: no timeout is needed for that."""
+    assert not (told.folder / "orphaned" / "outlived its worker").exists()
 
 
 def test_what_a_process_says_is_in_the_runs_folder(told):
@@ -105,12 +124,12 @@ def test_workers_that_do_not_start_are_refused(tmp_path, monkeypatch):
 
 
 def test_the_engine_is_the_one_that_is_named():
-    assert isinstance(open_engine(study.Engine(name="local", workers=3), None, threads=1), Local)
-    assert open_engine(study.Engine(name="local", workers=3), None, threads=1)._most == 3
-    monkey = open_engine(study.Engine(), None, threads=10_000)
+    assert isinstance(open_engine(study.EngineOptions(name="local", workers=3), None, threads=1), Local)
+    assert open_engine(study.EngineOptions(name="local", workers=3), None, threads=1)._most == 3
+    monkey = open_engine(study.EngineOptions(), None, threads=10_000)
     assert monkey._most == 1  # as many as fit, and one at least
     with pytest.raises(HeadloomError, match="engine"):
-        study.Study(variants=("mha", "iha"), engine={"name": "slurm"})
+        study.WrittenStudy(variants=("mha", "iha"), engine={"name": "slurm"})
 
 
 def test_what_is_a_failure_of_a_run_and_what_is_ours(monkeypatch, tmp_path):

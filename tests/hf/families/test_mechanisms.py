@@ -76,14 +76,14 @@ def padding_is_no_restart(model, near, mechanism):
 
 
 def comes_back(model, auto, near, folder):
-    """The same weights; what Gemma multiplies its embeddings by is rounded to the type in which the model was made."""
+    """The same weights; constants are rounded to the type in which a model was made, as in test_folded.py."""
     model.save_pretrained(folder)
     back = getattr(modeling_auto, auto).from_pretrained(folder)
     assert type(back) is type(model)
     if back._can_set_experts_implementation():
         back.set_experts_implementation("eager")  # the fast product of experts takes no float64
     assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in model.state_dict().items())
-    near(logits(back, X[:, :5]), logits(model, X[:, :5]), 1e-5)
+    near(logits(back, X[:, :5]), logits(model, X[:, :5]), 64 * torch.finfo(torch.float32).eps)
 
 
 def test_grafts(base, name, encoder, plain, near, tmp_path):
@@ -93,11 +93,9 @@ def test_grafts(base, name, encoder, plain, near, tmp_path):
     windowed = getattr(original.config, "sliding_window", None)
     auto = "AutoModelForMaskedLM" if encoder else "AutoModelForCausalLM"
     for mechanism in hl.mechanisms():
-        model = copy.deepcopy(original)
         try:
-            graft(model, mechanism, allow_change=True)
+            model = graft(copy.deepcopy(original), mechanism, allow_change=True)
         except HeadloomError:
-            assert type(model) is type(original)
             continue
         served.add(mechanism)
         branches_are_apart(stirred(model), near, name)
