@@ -24,7 +24,8 @@ from headloom import hf
 from headloom.core.errors import HeadloomError
 from headloom.core.files import saying_when_full, write_json
 from headloom.core.locks import LOCK, locked
-from headloom.data import Corpus, TokenData, prepare
+from headloom.data.corpus import Corpus
+from headloom.data.packing import TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
 from headloom.hf.grafting.groups import mix_groups

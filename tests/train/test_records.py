@@ -11,8 +11,8 @@ import torch
 import headloom
 from headloom.core.errors import HeadloomError, RunError
 from headloom.core.locks import LOCK
-from headloom.train import RunConfig, RunResult
-from headloom.train.records import machine, open_folder, ran_on, read_metrics, versions
+from headloom.train.config import RunConfig
+from headloom.train.records import RunResult, machine, open_folder, ran_on, read_metrics, versions
 from headloom.train.run import build, resolve, train
 
 

@@ -10,7 +10,7 @@ from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, Var
 
 if TYPE_CHECKING:
     from headloom.mechanism import AttentionConfig
-    from headloom.train import RunConfig
+    from headloom.train.config import RunConfig
 
 
 def attention_config(spec: StudySpec, variant: VariantSpec, shape: Shape | None = None) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def run_config(
     spec: StudySpec, variant: VariantSpec, shape: Shape, seed: int, learning_rate: float | None = None
 ) -> RunConfig:
     """One run's configuration."""
-    from headloom.train import RunConfig
+    from headloom.train.config import RunConfig
 
     specs = layer_specs(variant, shape)
     if spec.backbone is None:
