@@ -9,7 +9,8 @@ import dataclasses
 from typing import ClassVar
 
 from headloom.contract.attention import Attention
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.common import need
+from headloom.contract.config import AttentionConfig
 from headloom.contract.folding import Folding
 
 
@@ -31,7 +32,7 @@ class GQAConfig(AttentionConfig):
         return Folding()
 
 
-class GQA(Attention):
+class GQA(Attention[GQAConfig]):
     """Grouped-query attention: H / G query heads share a key/value head."""
 
     name = "gqa"

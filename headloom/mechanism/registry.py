@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from headloom.contract.attention import Attention, Maps
+from headloom.contract.attention import Attention
 from headloom.contract.config import AttentionConfig
 from headloom.contract.folding import Folding
+from headloom.contract.maps import Maps
 from headloom.core.config import check_names
 from headloom.core.errors import HeadloomError
 from headloom.core.registry import Registry
