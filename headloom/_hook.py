@@ -1,6 +1,6 @@
 """What has to happen when other modules are first imported, and not before: `import headloom` itself stays light.
 
-- After transformers' table of model types: register headloom's models (by importing `headloom.hf`), so that
+- After transformers' table of model types: register headloom's models (`headloom.hf.registration`), so that
   `AutoModelForCausalLM.from_pretrained` loads them.
 - After `headloom.ops.rotary`: offer it transformers' scalings, imported when the first one is asked for. The floors
   below `hf` know nothing of transformers.
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def _register_models() -> None:
-    importlib.import_module("headloom.hf")
+    importlib.import_module("headloom.hf.registration")
 
 
 def _offer_scalings() -> None:

@@ -36,3 +36,29 @@ def test_costs(command: str, shown: str):
 
 def test_nothing_was_missed():
     assert len(EXAMPLES) == 2 and len(COSTS) == 1
+
+
+def test_the_table_of_questions_names_commands_and_options_that_there_are():
+    import typer
+
+    from headloom.cli.app import app
+
+    root = typer.main.get_command(app)
+    table = README.partition("## Which command answers which question")[2].partition("\n## ")[0]
+    calls = [shlex.split(call) for call in re.findall(r"`headloom (.*?)`", table)]
+    assert len(calls) >= 8
+    for call in calls:
+        command, words = root, list(call)
+        while hasattr(command, "commands"):
+            assert words[0] in command.commands, call
+            command = command.commands[words.pop(0)]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, call
+
+
+def test_the_demo_answers_its_question():
+    """Some difference at equal parameters is outside the noise between seeds, at the default's own rate and steps."""
+    shown = README.partition("make demo")[2].partition("The page: demo/report.html")[0]
+    assert re.search(
+        r"is (better|worse) than mha by [0-9.]+ ± [0-9.]+ bits per byte over \d+ seeds at equal param", shown
+    )

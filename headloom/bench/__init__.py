@@ -1,1 +1,1 @@
-"""Floor 4: what a mechanism costs, measured from the built module, and how fast it is."""
+"""What is timed: layers, decoding, whole models, the training loop, and what they are compared with."""

@@ -8,7 +8,6 @@ tuple that begins with it.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -22,26 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headloom.bench.asked import Sizes, read_against
 from headloom.bench.setting import Setting
-from headloom.bench.subjects import Sizes, Subject, first
+from headloom.bench.subjects import Subject, first
 from headloom.core.errors import HeadloomError, near
 
 
 def load(text: str) -> tuple[type[nn.Module], dict[str, Any]]:
     """The class and its options. Raises HeadloomError for a path that does not lead to a module class."""
-    place, colon, rest = text.partition(":")
-    name, *pairs = rest.split(":")
-    if not colon or not place or not name:
-        raise HeadloomError(f"--against must look like package.module:Class (options after colons), not '{text}'")
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise HeadloomError(f"an option of {place}:{name} must look like name=value, not '{pair}'")
-        try:
-            options[key.strip()] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[key.strip()] = {"true": True, "false": False, "none": None}.get(value.lower(), value)
+    place, name, options = read_against(text)
     module = _import(place)
     cls = getattr(module, name, None)
     if cls is None:

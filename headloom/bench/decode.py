@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from headloom.bench.asked import Named, Sizes, check_counts
 from headloom.bench.setting import Setting
 from headloom.bench.speed import interleaved
-from headloom.bench.subjects import Named, Sizes, Subject, check_counts, configs_of, inputs, subject
+from headloom.bench.subjects import Subject, configs_of, inputs, subject
 from headloom.ops.cache import Cache
 
 TOKENS = 16

@@ -9,26 +9,21 @@ import torch
 
 from headloom.bench import against as users
 from headloom.bench import core
+from headloom.bench.asked import MODES, Named, Sizes, check_counts, check_layers
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import interleaved, seconds
 from headloom.bench.subjects import (
     FACTOR,
-    MODES,
-    Named,
-    Sizes,
     Subject,
     call,
-    check_counts,
     configs_of,
     inputs,
     plain,
     subject,
 )
-from headloom.core.errors import HeadloomError, unknown
 from headloom.ops.scores import paths
 
-PARTS = ("layer", "scores")
 """What of a layer is timed: all of it, or its core alone (`headloom.bench.core`)."""
 COMPILED = " compiled"
 """Added to the label of what runs through torch.compile."""
@@ -58,14 +53,8 @@ def speed(
         peak: what utilisation is of; it is measured before every point.
         part: "layer", or "scores": its core alone, in eager mode, and the FLOPs of that.
     """
-    if part not in PARTS:
-        raise unknown("part", part, PARTS)
+    check_layers(part, against=against, plainly=plainly, compiled=compile is not None)
     alone = part == "scores"
-    if alone and (against is not None or plainly or compile is not None):
-        raise HeadloomError(
-            "the scores alone have no other form to be timed beside: against, plain forms and compile "
-            "go with part layer"
-        )
     rows: list[dict[str, Any]] = []
     for T, B, subjects, x_BTD in _points(variants, sizes, setting, tokens, batch_sizes, against, plainly):
         differences = _differences(subjects, x_BTD)

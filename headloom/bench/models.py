@@ -17,12 +17,13 @@ import psutil
 import torch
 from torch import nn
 
+from headloom.bench.asked import Named, Shape, check_counts, check_models
 from headloom.bench.layers import COMPILED, first_compiled_call, use_of_peak
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
-from headloom.bench.subjects import FACTOR, Named, check_counts
+from headloom.bench.subjects import FACTOR
 from headloom.core import heap
-from headloom.core.errors import HeadloomError, unknown
+from headloom.core.errors import HeadloomError
 from headloom.costs.count import model_flops
 from headloom.ops.scores import paths
 
@@ -34,15 +35,6 @@ UNKNOWN = {"full": None, "exact": None}
 ROOM = 0.9
 """Share of the free memory that is used: a heap that gradients come from and go back to has holes (at 350M and 1.3B a
 process took up to 9 % more than `Candidate.bytes` says)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """One model size: its name, its usual context, and the arguments of `hl.build_model` that all variants share."""
-
-    name: str
-    tokens: int
-    arguments: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +77,13 @@ def steps(
 
     Args:
         tokens: lengths (empty: each shape's own).
-        modes: of `STATE`. compile: as for `headloom.bench.layers.speed`, not for "train".
+        modes: of `headloom.bench.asked.MODEL_MODES`. compile: as for `headloom.bench.layers.speed`, not for "train".
         original: also the transformers' own model, with the first variant's weights where they fit.
         available: bytes that may be used (None: what is free now). Models that fit together take turns; where only
             single ones fit they run one after the other ("interleaved": false); one that does not fit is left out.
     """
     check_counts({"tokens": tokens, "batch-size": batch_sizes})
-    for mode in modes:
-        if mode not in STATE:
-            raise unknown("mode", mode, STATE)
-    if compile is not None and "train" in modes:
-        raise HeadloomError("the mode train runs both loops as they are: compile goes with backward and step")
-    if setting.dtype not in ("float32", "bfloat16"):
-        raise HeadloomError(f"training steps run in float32 or bfloat16, not {setting.dtype}")
+    check_models(modes, compiled=compile is not None, dtype=setting.dtype)
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     points = [(s, T, B, mode) for s in shapes for T in tokens or [s.tokens] for B in batch_sizes for mode in modes]

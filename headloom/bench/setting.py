@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from headloom.bench.speed import interleaved
+from headloom.bench.asked import DTYPES
 from headloom.core.errors import HeadloomError
 from headloom.train import records
+from headloom.train.config import check_device
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+if TYPE_CHECKING:
+    import torch
+
 SHAPES = {"cpu": ((512, 512, 512), (1024, 1024, 1024), (4096, 1024, 1024)), "cuda": ((4096,) * 3, (8192,) * 3)}
 """(rows, columns, inner) of the products that are tried for the peak."""
 
@@ -51,8 +52,6 @@ class Setting:
     def __post_init__(self) -> None:
         if self.device not in SHAPES:
             raise HeadloomError(f"device must be cpu or cuda, not '{self.device}'")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise HeadloomError("device 'cuda' was asked for, but torch sees none: use device 'cpu'")
         if self.dtype is None:
             object.__setattr__(self, "dtype", "bfloat16" if self.device == "cuda" else "float32")
         if self.dtype not in DTYPES:
@@ -61,14 +60,19 @@ class Setting:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise HeadloomError(f"{name} must be at least {least}, not {value}")
+        check_device(self.device)
 
     @property
     def type(self) -> torch.dtype:
+        import torch
+
         return getattr(torch, self.dtype or "")
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Threads and random state of the setting inside, the caller's again after it."""
+        import torch
+
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads or threads)
         try:
@@ -80,6 +84,8 @@ class Setting:
 
     def to_dict(self) -> dict[str, Any]:
         """What a result records of it, and of the machine: neither host names nor paths."""
+        import torch
+
         fields = ("device", "dtype", "repeats", "warmup", "seed")
         return {
             **{name: getattr(self, name) for name in fields},
@@ -100,6 +106,10 @@ class Peak:
         self.flops_per_second, self.shape = 0.0, self.shapes[0]
 
     def measure(self, repeats: int = 3) -> None:
+        import torch
+
+        from headloom.bench.speed import interleaved
+
         calls = {}
         for M, N, K in self.shapes:
             a = torch.randn(M, K, device=self.setting.device).to(self.setting.type)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headloom.bench.asked import Named, Sizes
 from headloom.bench.setting import Setting
 from headloom.core.errors import HeadloomError
 from headloom.costs.count import config_cost
@@ -22,31 +23,6 @@ from headloom.ops.cache import Cache
 
 DEEP = 1000
 """Layers of a model deep enough for a whole period of any schedule."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """A mechanism or schedule with options, under the label that tables use. notes: what is to be said of them."""
-
-    label: str
-    mechanism: str
-    options: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The sizes that all layers share; None: the mechanism's own default."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    rope_theta: float | None = 10000.0
-
-    def given(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if value is not None or name == "rope_theta"}
 
 
 class Layers(nn.Module):
@@ -94,14 +70,6 @@ class Subject:
         return layers[0] if len(layers) == 1 else None
 
 
-def check_counts(counts: Mapping[str, Sequence[int]]) -> None:
-    """Refuse lengths and sizes below 1, by the name of their option."""
-    for what, numbers in counts.items():
-        for number in numbers:
-            if number < 1:
-                raise HeadloomError(f"{what} must be at least 1, not {number}")
-
-
 def configs_of(named: Named, sizes: Sizes, tokens: int) -> list[AttentionConfig]:
     """One period of layers in a context of `tokens`. A HeadloomError names the variant whose options do not fit."""
     try:
@@ -142,8 +110,6 @@ def inputs(batch: int, tokens: int, width: int, setting: Setting) -> Tensor:
     return torch.randn(batch, tokens, width, generator=generator).to(setting.device, setting.type)
 
 
-MODES = ("forward", "backward")
-"""forward: without a graph, as in inference. backward: forward and backward, gradients of weights and input."""
 FACTOR = {"forward": 1, "backward": 3, "step": 3, "train": 3}
 """FLOPs in those of the forward pass: the backward one has two products for each of its."""
 

@@ -1,1 +1,1 @@
-"""Floor 6: the `headloom` command, one file a subcommand. torch is imported only by a command that needs it."""
+"""The `headloom` command, one file a subcommand. torch is imported only by a command that needs it."""

@@ -22,13 +22,15 @@ from headloom.cli.common import (
     ends_with_status,
     only_json_on_stdout,
     print_json,
+    whole_numbers,
+    words,
 )
 from headloom.cli.groups import MACHINE, MODEL, WHAT, in_panels, with_groups
+from headloom.core.errors import HeadloomError, unknown
 
 if TYPE_CHECKING:
-    from headloom.bench.models import Shape
+    from headloom.bench.asked import Named, Shape, Sizes
     from headloom.bench.setting import Peak, Setting
-    from headloom.bench.subjects import Named, Sizes
 
 TRAINING = ("step", "train")
 """Modes of `speed` that are of whole models."""
@@ -45,10 +47,7 @@ bench = typer.Typer(
 Tokens = Annotated[str | None, typer.Option(help="Lengths: 512,2048. Default: the size's context.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions of each.")]
 Against = Annotated[
-    str | None,
-    typer.Option(
-        help="Your own module: package.module:Class or file.py:Class, options of its constructor after colons."
-    ),
+    str | None, typer.Option(help="Your own module: package.module:Class or file.py:Class, its options after colons.")
 ]
 AgainstPlain = Annotated[
     bool, typer.Option("--against-plain", help="Also each variant's straightforward form, with the same weights.")
@@ -87,8 +86,18 @@ class Common:
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and figures (SVG, PNG).")] = None
     as_json: Json = False
 
+    def check(self) -> None:
+        """Refuse what goes with no benchmark, before torch is imported."""
+        from headloom.lab.spec.variants import check_variants
+
+        if self.markdown and self.as_json:
+            raise HeadloomError("--markdown and --json cannot go together: give one")
+        if self.out is not None and self.out.exists() and not self.out.is_dir():
+            raise HeadloomError(f"--out must be a folder, and '{self.out}' is a file")
+        check_variants(self.variants, self.settings or [], at_least=1)
+
     def named(self) -> list[Named]:
-        from headloom.bench.subjects import Named
+        from headloom.bench.asked import Named
         from headloom.lab.spec.variants import parse_variants
 
         parsed = parse_variants(self.variants, self.settings or [], at_least=1)
@@ -115,7 +124,7 @@ class Layer:
 
     def shape(self) -> Shape:
         """The whole model of the size, at the layer's sizes."""
-        from headloom.bench.models import Shape
+        from headloom.bench.asked import Shape
         from headloom.lab.spec.sizes import gated_width, get_size
 
         found, sizes = get_size(self.size), self.sizes()
@@ -130,7 +139,7 @@ class Layer:
         return Shape(found.name, found.tokens, arguments)
 
     def sizes(self) -> Sizes:
-        from headloom.bench.subjects import Sizes
+        from headloom.bench.asked import Sizes
         from headloom.lab.spec.sizes import get_size
 
         found = get_size(self.size)
@@ -162,11 +171,10 @@ def speed(
     repeats: Repeats = 5,
 ) -> None:
     """Time one layer, or its scores alone, forward and with its backward pass; or a model's whole training step."""
-    from headloom.bench import layers, models
-    from headloom.bench.subjects import MODES
-    from headloom.core.errors import HeadloomError, unknown
+    from headloom.bench.asked import MODES, check_counts, check_layers, check_models
 
-    chosen = _words(modes)
+    common.check()
+    chosen = words(modes)
     for mode in chosen:
         if mode not in (*MODES, *TRAINING):
             raise unknown("mode", mode, (*MODES, *TRAINING))
@@ -180,15 +188,23 @@ def speed(
         )
     if against_hf and not of_models:
         raise HeadloomError("--against-hf is measured in whole training steps: add --modes step (or train)")
-    named, sizes, shape, how = common.named(), layer.sizes(), layer.shape(), common.setting(repeats)
-
+    sizes, shape = layer.sizes(), layer.shape()
     points: dict[str, Any] = {
-        "tokens": _ints("tokens", tokens, [shape.tokens]),
-        "batch_sizes": _ints("batch-size", common.batch_size, [1]),
+        "tokens": whole_numbers("tokens", tokens, [shape.tokens]),
+        "batch_sizes": whole_numbers("batch-size", common.batch_size, [1]),
         "compile": "inductor" if compile else None,
     }
+    check_counts({"tokens": points["tokens"], "batch-size": points["batch_sizes"]})
+    if of_layers:
+        check_layers(part, against=against, plainly=against_plain, compiled=compile)
+    how = common.setting(repeats)
+    if of_models:
+        check_models(of_models, compiled=compile, dtype=how.dtype)
+    named = common.named()
 
     def measure(how: Setting, peak: Peak) -> None:
+        from headloom.bench import layers, models
+
         if of_layers:
             forms: dict[str, Any] = {"modes": of_layers, "part": part, "against": against, "plainly": against_plain}
             layers.speed(named, sizes, how, peak=peak, **forms, **points)
@@ -210,17 +226,22 @@ def memory(
     against_plain: AgainstPlain = False,
 ) -> None:
     """Count the peak of memory of one layer, above its weights and input: forward, and with its backward pass."""
-    from headloom.bench import layers
+    from headloom.bench.asked import check_counts, check_layers
 
-    named, sizes = common.named(), layer.sizes()
-    lengths = _ints("tokens", tokens, [layer.shape().tokens])
-    batches = _ints("batch-size", common.batch_size, [1])
+    common.check()
+    sizes, lengths = layer.sizes(), whole_numbers("tokens", tokens, [layer.shape().tokens])
+    batches = whole_numbers("batch-size", common.batch_size, [1])
+    check_counts({"tokens": lengths, "batch-size": batches})
+    check_layers("layer", against=against, plainly=against_plain, compiled=False)
+    how, named = common.setting(1), common.named()
 
     def measure(how: Setting, _: Peak) -> None:
+        from headloom.bench import layers
+
         others: dict[str, Any] = {"against": against, "plainly": against_plain}
         layers.memory(named, sizes, how, tokens=lengths, batch_sizes=batches, **others)
 
-    _run("memory", common.setting(1), named, measure, common, {"sizes": sizes.given()})
+    _run("memory", how, named, measure, common, {"sizes": sizes.given()})
 
 
 @bench.command("decode")
@@ -235,17 +256,21 @@ def decode(
     repeats: Repeats = 3,
 ) -> None:
     """Time generation with a cache in one layer: the prefill and each token; and count the cache's bytes."""
-    from headloom.bench.decode import decode as measured
+    from headloom.bench.asked import check_counts
 
-    named, sizes = common.named(), layer.sizes()
-    lengths = _ints("contexts", contexts, [layer.shape().tokens])
-    batches = _ints("batch-size", common.batch_size, [1])
+    common.check()
+    sizes, lengths = layer.sizes(), whole_numbers("contexts", contexts, [layer.shape().tokens])
+    batches = whole_numbers("batch-size", common.batch_size, [1])
+    check_counts({"contexts": lengths, "batch-size": batches, "new-tokens": [new_tokens]})
+    how, named = common.setting(repeats), common.named()
 
     def measure(how: Setting, _: Peak) -> None:
+        from headloom.bench.decode import decode as measured
+
         measured(named, sizes, how, contexts=lengths, batch_sizes=batches, new_tokens=new_tokens)
 
     about = {"sizes": sizes.given(), "new_tokens": new_tokens}
-    _run("decode", common.setting(repeats), named, measure, common, about)
+    _run("decode", how, named, measure, common, about)
 
 
 @bench.command("models")
@@ -268,21 +293,27 @@ def models(
     repeats: Repeats = 3,
 ) -> None:
     """Time whole models in training by size and micro-batch. What memory is too small for is left out, and said."""
-    from headloom.bench.models import steps
+    from headloom.bench.asked import check_counts, check_models
 
-    named = common.named()
-    shapes = [Layer(size=name).shape() for name in _words(sizes)]
+    common.check()
+    shapes = [Layer(size=name).shape() for name in words(sizes)]
     points: dict[str, Any] = {
-        "tokens": _ints("tokens", tokens, []),
-        "batch_sizes": _ints("batch-size", common.batch_size, [1, 4]),
-        "modes": _words(modes),
+        "tokens": whole_numbers("tokens", tokens, []),
+        "batch_sizes": whole_numbers("batch-size", common.batch_size, [1, 4]),
+        "modes": words(modes),
         "compile": "inductor" if compile else None,
     }
+    check_counts({"tokens": points["tokens"], "batch-size": points["batch_sizes"]})
+    how = common.setting(repeats)
+    check_models(points["modes"], compiled=compile, dtype=how.dtype)
+    named = common.named()
 
     def measure(how: Setting, peak: Peak) -> None:
+        from headloom.bench.models import steps
+
         steps(named, shapes, how, original=against_hf, peak=peak, **points)
 
-    _run("models", common.setting(repeats), named, measure, common, {"compiled": compile})
+    _run("models", how, named, measure, common, {"compiled": compile})
 
 
 def _run(
@@ -297,14 +328,9 @@ def _run(
     a process that is killed."""
     from headloom.bench.setting import Peak
     from headloom.core import heap
-    from headloom.core.errors import HeadloomError
     from headloom.report import bench as report
 
-    if common.markdown and common.as_json:
-        raise HeadloomError("--markdown and --json cannot go together: give one")
     out = common.out
-    if out is not None and out.exists() and not out.is_dir():
-        raise HeadloomError(f"--out must be a folder, and '{out}' is a file")
     if not common.return_memory:
         heap.keep_freed()
     elif heap.freed_memory() is None:
@@ -371,18 +397,3 @@ def _show(result: dict[str, Any]) -> None:
         screen.print(table)
     for note in report.notes(result):
         screen.print(note, markup=False, soft_wrap=True)
-
-
-def _words(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _ints(name: str, text: str | None, default: Sequence[int] = ()) -> list[int]:
-    from headloom.core.errors import HeadloomError
-
-    if text is None:
-        return list(default)
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise HeadloomError(f"--{name} must be whole numbers with commas between (512,2048), not '{text}'") from None

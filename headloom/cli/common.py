@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import IO, TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
@@ -127,3 +127,18 @@ def console() -> Console:
 
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=195)
+
+
+def words(text: str) -> list[str]:
+    """["forward", "backward"] from "forward, backward"."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def whole_numbers(name: str, text: str | None, default: Sequence[int] = ()) -> list[int]:
+    """[512, 2048] from "512,2048", which the option --name was given; `default` where it was not."""
+    if text is None:
+        return list(default)
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise HeadloomError(f"--{name} must be whole numbers with commas between (512,2048), not '{text}'") from None

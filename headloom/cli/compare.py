@@ -62,8 +62,8 @@ def compare(
     config: Annotated[
         str | None,
         typer.Option(
-            help="A Hugging Face config of a llama model (a folder, or its JSON): its sizes, norms and rotary, for "
-            "every variant. Key/value heads are the variants' own: gqa:num_kv_heads=2."
+            help="A Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with its own "
+            "attention. What a variant leaves open (key/value heads, windows, biases) is the config's."
         ),
     ] = None,
     tokens: Annotated[

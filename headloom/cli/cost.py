@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _AVERAGED = ("parameters", "flops_exact", "flops_full", "cache_bytes_per_token")
 """What is said of a layer where layers differ."""
+TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @ends_with_status
@@ -46,6 +47,7 @@ def cost(
     from headloom.lab.spec.options import pieces
 
     names = [name for name in pieces(variants, ",") if name.strip()] or [variants]
+    _check(names, size, tokens, dtype)
     found = [
         costs(name, size=size, settings=settings or [], tokens=tokens, dtype=dtype, all_of=names) for name in names
     ]
@@ -57,22 +59,37 @@ def cost(
         _compare(found)
 
 
+def _check(names: Sequence[str], size: str, tokens: int | None, dtype: str) -> None:
+    """Refuse what can be known to be wrong before torch is imported."""
+    from headloom.core.errors import HeadloomError
+    from headloom.lab.spec.sizes import get_size
+    from headloom.lab.spec.variants import split_variant
+
+    get_size(size)
+    for name in names:
+        split_variant(name)
+    if tokens is not None and tokens < 1:
+        raise HeadloomError(f"tokens must be at least 1, not {tokens}")
+    if dtype not in TYPES:
+        raise HeadloomError(f"dtype must be float32, bfloat16, float16 or float64, not '{dtype}'")
+
+
 def _chosen(text: str, settings: Sequence[str], all_of: Sequence[str]) -> Variant:
     """A variant with the settings that are for it: name=value, for all, and its own mechanism.name=value."""
     from headloom.core.errors import unknown
     from headloom.lab.spec.options import parse_options, split_pair
-    from headloom.lab.spec.variants import OF_THE_SIZE, Variant, parse_variant, with_defaults
+    from headloom.lab.spec.variants import OF_THE_SIZE, Variant, parse_variant, split_variant, with_defaults
 
-    named = parse_variant(text)
-    mechanisms = [parse_variant(other).mechanism for other in all_of]
+    mechanism, mechanisms = split_variant(text)[0], [split_variant(other)[0] for other in all_of]
     pairs = []
     for setting in settings:
         path, value = split_pair(setting, "--set")
         owner, dot, name = path.rpartition(".")
         if dot and owner not in mechanisms:
             raise unknown("variant in --set", owner, mechanisms)
-        if owner in ("", named.mechanism):
+        if owner in ("", mechanism):
             pairs.append((name, value))
+    named = parse_variant(text)
     found = with_defaults(named, parse_options(named.mechanism, pairs), of_size=True)
     own = {name: v for name, v in found.options.items() if name not in (*OF_THE_SIZE, *found.defaulted)}
     return dataclasses.replace(found, label=Variant(found.mechanism, own).text)

@@ -17,14 +17,15 @@ from headloom.cli.common import (
     only_json_on_stdout,
     print_json,
 )
-from headloom.cli.graft import AllowChange, Layers, Model, Settings, To, mechanism_of
+from headloom.cli.graft import AllowChange, Layers, Model, Settings, To, check_mechanism, mechanism_of
 from headloom.cli.groups import MACHINE, MODEL, TEXT, TRAINING, WHAT, in_panels
+from headloom.core.errors import HeadloomError
 from headloom.core.heap import keep_freed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headloom.train.finetune import Arm
+    from headloom.train.config import Arm
 
 GRAFTED, UNGRAFTED = "grafted", "ungrafted"
 PANELS = {
@@ -73,9 +74,31 @@ def finetune(
     Same rows in the same order, steps, learning rates and seeds. Bits per byte are of held-out text: a tenth of the
     documents, or of one document its last tenth. The folder gets both tuned models and result.json.
     """
-    arms = arms_of(model, to, settings or [], layers, allow_change, original, only_grafted)
-    from headloom.data import load_corpus
+    from headloom.core.locks import LOCK
+    from headloom.data import check_corpus, load_corpus
+    from headloom.hf.places import new_folder
     from headloom.lab.run.progress import Bar
+    from headloom.train.config import Arm, fine_tunings
+    from headloom.train.records import CONFIG
+
+    recipe: dict[str, Any] = {
+        "steps": steps,
+        "tokens": tokens,
+        "batch_size": batch_size,
+        "accumulation_steps": accumulation_steps,
+        "learning_rate": learning_rate,
+        "mix_learning_rate": mix_learning_rate,
+        "warmup_steps": steps // 10,
+        "threads": threads,
+        "dtype": dtype,
+    }
+    fine_tunings({GRAFTED: Arm(model)}, seeds, **recipe)
+    if validation_bytes < 1:
+        raise HeadloomError(f"validation_bytes must be at least 1, not {validation_bytes}")
+    check_corpus(data, limit_bytes=limit_bytes, text_column=text_column)
+    if out.exists() and not (out / CONFIG).is_file():
+        new_folder(out, besides=LOCK)
+    arms = arms_of(model, to, settings or [], layers, allow_change, original, only_grafted)
     from headloom.train.finetune import finetune as run
 
     keep_freed()
@@ -89,15 +112,7 @@ def finetune(
                     seeds=seeds,
                     validation_bytes=validation_bytes,
                     progress=bar,
-                    steps=steps,
-                    tokens=tokens,
-                    batch_size=batch_size,
-                    accumulation_steps=accumulation_steps,
-                    learning_rate=learning_rate,
-                    mix_learning_rate=mix_learning_rate,
-                    warmup_steps=steps // 10,
-                    threads=threads,
-                    dtype=dtype,
+                    **recipe,
                 )
         except KeyboardInterrupt:
             typer.echo(f"stopped; what is done is kept in {out}: the same command goes on", err=True)
@@ -119,16 +134,16 @@ def arms_of(
 ) -> dict[str, Arm]:
     """What is trained. A MODEL that is a graft already is compared with `original`; any other is grafted here and
     compared with itself."""
-    from headloom.core.errors import HeadloomError
-    from headloom.lab.spec.names import check_name
+    from headloom.hf.places import is_graft
+    from headloom.train.config import Arm, GraftSpec
 
     if to is not None:
-        check_name(to.partition(":")[0].strip(), schedules=False)
-    from headloom.hf import checkpoints  # imports torch
-    from headloom.train.config import GraftSpec
-    from headloom.train.finetune import Arm
-
-    if checkpoints.is_graft(model):
+        check_mechanism(to, settings, layers)
+    if only_grafted and original is not None:
+        raise HeadloomError("--original and --only-grafted cannot go together: give one")
+    if original is not None and is_graft(original):
+        raise HeadloomError(f"--original '{original}' is a graft itself: give the model without one")
+    if is_graft(model):
         if to is not None:
             raise HeadloomError(f"'{model}' is a graft already: leave --to out, or give the original and --to")
         if original is None and not only_grafted:
@@ -136,23 +151,14 @@ def arms_of(
                 f"'{model}' is a graft already, and what it came from is not known: give --original MODEL to compare "
                 "with, or --only-grafted to train it alone"
             )
-        arms = {GRAFTED: Arm(model)}
-    else:
-        if to is None:
-            raise HeadloomError(f"'{model}' is no graft: say with --to what attention it should get")
-        if original is not None:
-            raise HeadloomError(f"--original is for a model that is a graft already; '{model}' is its own original")
-        mechanism, options = mechanism_of(to, settings)
-        spec = GraftSpec(mechanism=mechanism, options=options, layers=layers, allow_change=allow_change)
-        arms = {GRAFTED: Arm(model, spec)}
-    if only_grafted:
-        if original is not None:
-            raise HeadloomError("--original and --only-grafted cannot go together: give one")
-        return arms
-    source = model if original is None else original
-    if checkpoints.is_graft(source):
-        raise HeadloomError(f"--original '{source}' is a graft itself: give the model without one")
-    return {**arms, UNGRAFTED: Arm(source)}
+        return {GRAFTED: Arm(model), **({} if original is None else {UNGRAFTED: Arm(original)})}
+    if to is None:
+        raise HeadloomError(f"'{model}' is no graft: say with --to what attention it should get")
+    if original is not None:
+        raise HeadloomError(f"--original is for a model that is a graft already; '{model}' is its own original")
+    mechanism, options = mechanism_of(to, settings)
+    spec = GraftSpec(mechanism=mechanism, options=options, layers=layers, allow_change=allow_change)
+    return {GRAFTED: Arm(model, spec), **({} if only_grafted else {UNGRAFTED: Arm(model)})}
 
 
 def show(found: dict[str, Any], out: Path, noted: Sequence[str] = ()) -> None:

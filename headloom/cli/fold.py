@@ -16,10 +16,16 @@ def fold(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -
 
     Refused, with the reason, where plain weights cannot say it.
     """
-    from headloom import hf
-    from headloom.hf import checkpoints
+    from headloom.core.errors import HeadloomError
+    from headloom.hf import places
 
-    with only_json_on_stdout(as_json) as stdout, checkpoints.place_for(out):
+    if not places.is_graft(model):
+        raise HeadloomError(f"only a grafted model can be folded, and '{model}' is none")
+    places.check_checkpoint(model, dtype=dtype)
+    with only_json_on_stdout(as_json) as stdout, places.place_for(out):
+        from headloom import hf
+        from headloom.hf import checkpoints
+
         checkpoint = checkpoints.load(model, dtype=dtype)
         report = hf.fold(checkpoint.model)
         checkpoints.save(checkpoint, out)

@@ -27,7 +27,14 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt; the new text goes to stdout as it comes."""
-    from headloom.hf import checkpoints, generation
+    from headloom.core.errors import HeadloomError
+    from headloom.hf import generation, places
+
+    generation.check(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, beams=beams, cache=cache)
+    places.check_checkpoint(model, dtype=dtype)
+    if not places.may_have_tokenizer(model):
+        raise HeadloomError(generation.NO_TOKENIZER)
+    from headloom.hf import checkpoints
 
     with only_json_on_stdout(as_json) as stdout:
         checkpoint = checkpoints.load(model, dtype=dtype, causal=True)

@@ -40,11 +40,15 @@ def graft(
 
     Unless --allow-change is given the result computes what the original did; the difference is measured and printed.
     """
-    mechanism, options = mechanism_of(to, settings or [])
-    from headloom import hf
-    from headloom.hf import checkpoints
+    from headloom.hf import places
 
-    with only_json_on_stdout(as_json) as stdout, checkpoints.place_for(out):
+    check_mechanism(to, settings or [], layers)
+    places.check_checkpoint(model, dtype=dtype)
+    with only_json_on_stdout(as_json) as stdout, places.place_for(out):
+        mechanism, options = mechanism_of(to, settings or [])
+        from headloom import hf
+        from headloom.hf import checkpoints
+
         checkpoint = checkpoints.load(model, dtype=dtype)
         report = hf.graft(checkpoint.model, mechanism, layers=layers, allow_change=allow_change, **options)
         checkpoints.save(checkpoint, out)
@@ -55,14 +59,28 @@ def graft(
             typer.echo(saved(out, with_tokenizer=checkpoint.tokenizer is not None))
 
 
+def check_mechanism(text: str, settings: Sequence[str], layers: str | None) -> None:
+    """Refuse what is wrong with --to, --set and --layers whatever the mechanism's options are, without torch."""
+    from headloom.hf.places import read_layers
+    from headloom.lab.spec.names import check_name
+    from headloom.lab.spec.options import split_pair
+    from headloom.lab.spec.variants import split_variant
+
+    check_name(split_variant(text)[0], schedules=False)
+    for setting in settings:
+        split_pair(setting, "--set")
+    if layers is not None:
+        read_layers(layers)
+
+
 def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The mechanism and its options from --to and --set, which wins; where neither gives one, the comparison's default,
     which is said on stderr. Unknown names give the near ones."""
     from headloom.lab.spec.names import check_name
     from headloom.lab.spec.options import parse_options, split_pair
-    from headloom.lab.spec.variants import parse_variant, with_defaults
+    from headloom.lab.spec.variants import parse_variant, split_variant, with_defaults
 
-    name = text.partition(":")[0].strip()
+    name, _ = split_variant(text)
     check_name(name, schedules=False)
     pairs = [split_pair(setting, "--set") for setting in settings]
     chosen = parse_options(name, [(key.removeprefix(f"{name}."), value) for key, value in pairs])

@@ -13,6 +13,8 @@ from headloom.core.errors import HeadloomError
 from headloom.core.heap import keep_freed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headloom.train import RunConfig
     from headloom.train.file import Text
 
@@ -61,7 +63,7 @@ def train(
     import yaml
 
     from headloom.lab.run.progress import Bar
-    from headloom.train.file import train_text
+    from headloom.train.file import check_run, train_text
 
     given: dict[str, Any] = {
         "data": data,
@@ -82,7 +84,12 @@ def train(
     with only_json_on_stdout(as_json) as stdout:
         if file is not None and (variant or size):
             raise HeadloomError("a file says the whole model: leave out --variant and --size, or the file")
-        run, text = _changed(file, given) if file else _from_options(variant or "", size or "tiny", given)
+        if file:
+            run, text = _changed(file, given)
+        else:
+            run, text = _from_options(
+                variant or "", size or "tiny", given, lambda run, text: check_run(run, text, out, track=track)
+            )
         keep_freed()
         with Bar() as bar:
             bar.start(1, run.steps, 0)
@@ -109,29 +116,31 @@ def train(
 
 
 def _changed(file: Path, given: dict[str, Any]) -> tuple[RunConfig, Text]:
+    from headloom.lab.spec.names import check_name
     from headloom.train.file import parse_run, read_mapping
 
-    return parse_run({**read_mapping(file), **given}, str(file))
+    run, text = parse_run({**read_mapping(file), **given}, str(file))
+    for spec in run.specs:
+        check_name(spec.mechanism, schedules=False)
+    return run, text
 
 
-def _from_options(variant: str, size_name: str, given: dict[str, Any]) -> tuple[RunConfig, Text]:
-    """The size's run of a variant, with what was given over it."""
+def _from_options(
+    variant: str, size_name: str, given: dict[str, Any], check: Callable[[RunConfig, Text], None]
+) -> tuple[RunConfig, Text]:
+    """The size's run of a variant, with what was given over it. check: may refuse it before torch is imported."""
     from headloom.lab.spec.sizes import get_size
-    from headloom.lab.spec.variants import defaults, parse_variant, with_defaults
+    from headloom.lab.spec.variants import defaults, parse_variant, split_variant, with_defaults
     from headloom.train.file import parse_run
 
     size = get_size(size_name)
-    found = with_defaults(parse_variant(variant or defaults().reference), {})
-    from headloom.mechanism.schedules import layers_of  # imports torch
-
+    text = variant or defaults().reference
+    mechanism, _ = split_variant(text)
     tokens = given.get("tokens", size.tokens)
-    layers = layers_of(
-        found.mechanism, found.options, num_layers=given.get("num_layers", size.num_layers), tokens=tokens
-    )
     steps = given.get("steps", size.steps)
     values = {
-        "name": found.text,
-        "specs": layers[:1] if all(layer == layers[0] for layer in layers) else layers,
+        "name": text,
+        "specs": [mechanism],
         "hidden_size": size.hidden_size,
         "num_layers": size.num_layers,
         "num_heads": size.num_heads,
@@ -145,4 +154,12 @@ def _from_options(variant: str, size_name: str, given: dict[str, Any]) -> tuple[
         "warmup_steps": min(1000, steps // 10) if isinstance(steps, int) else 0,
         "validation_bytes": size.validation_bytes,
     }
+    check(*parse_run({**values, **given}, "the options"))
+    found = with_defaults(parse_variant(text), {})
+    from headloom.mechanism.schedules import layers_of  # imports torch
+
+    layers = layers_of(
+        found.mechanism, found.options, num_layers=given.get("num_layers", size.num_layers), tokens=tokens
+    )
+    values |= {"name": found.text, "specs": layers[:1] if all(layer == layers[0] for layer in layers) else layers}
     return parse_run({**values, **given}, "the options")

@@ -1,1 +1,1 @@
-"""Floor 2: the contract of attention: its dataflow, bases, config, and what of it plain weights can say."""
+"""What every attention is: its dataflow, its bases, its options, and what of it folds into plain weights."""

@@ -247,8 +247,9 @@ class Attention(Turning[C_co]):
         """All steps before the scores; arguments as `forward`."""
         c = self.config
         check_input(x_BTD, c.hidden_size, getattr(self, "o_proj", None))
+        name = getattr(self, "name", "attention")
         given = sort_call(
-            self.name, self.layer_index, x_BTD, causal=c.causal, window=c.window, mask=mask, positions=positions,
+            name, self.layer_index, x_BTD, causal=c.causal, window=c.window, mask=mask, positions=positions,
             padding=padding, documents=documents, cache=cache,
         )  # fmt: skip
         q, slots = self.project(x_BTD)

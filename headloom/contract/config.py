@@ -142,6 +142,17 @@ class AttentionConfig(CommonOptions):
         return {}
 
     @classmethod
+    def adopted(cls, facts: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """What this mechanism takes over from a model's own attention where a model is built around it.
+
+        facts: fields of `AttentionConfig`, as the model's config says them. given: the mechanism's options. Left out
+        are fields that mean nothing here, and those that the base settles itself (mha has G = H in any model).
+        """
+        base = given.get("base", cls.base)
+        settled = {*cls.without, *BASES[base].settles}
+        return {name: value for name, value in facts.items() if name not in settled}
+
+    @classmethod
     def tiny(cls, **changes: Any) -> Self:
         """A small config for tests; sizes differ wherever divisibility allows."""
         sizes = BASES[changes.get("base", cls.base)].tiny

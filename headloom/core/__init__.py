@@ -1,1 +1,1 @@
-"""Floor 0: errors, registries, configs. Imports nothing but the standard library."""
+"""Errors, registries, configs, files, locks. Nothing of attention."""

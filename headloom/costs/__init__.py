@@ -1,1 +1,1 @@
-"""Floor 5: what a mechanism costs, counted from the built module."""
+"""What a mechanism costs: parameters, FLOPs and cache bytes, counted from the built module."""

@@ -14,7 +14,7 @@ import torch
 from headloom.core.config import meanings, own_first
 from headloom.mechanism import AttentionConfig, MechanismInfo, build_from_config
 
-LETTER = re.compile(r"([A-Z]\w{0,3}): ")
+LETTER = re.compile(r"^([A-Z]\w{0,3}): ")
 """How the meaning of a size begins: with its letter in formulas, "H: the number of heads"."""
 SAME = (("num_kv_heads", "num_heads"), ("value_dim", "head_dim"))
 """Where the first equals the second by default, it has the second's letter."""
@@ -90,16 +90,24 @@ def _terms(value: int) -> dict[tuple[Letter, ...], Fraction]:
     return value.terms if isinstance(value, Size) else {(): Fraction(int(value))} if value else {}
 
 
+def letter_of(config_cls: Any, field: str) -> str:
+    """The letter of a size, "" where its meaning begins with none.
+
+    >>> letter_of(AttentionConfig, "num_heads")
+    'H'
+    """
+    found = LETTER.match(meanings(config_cls).get(field, ""))
+    return found[1] if found else ""
+
+
 def _letters(config: AttentionConfig, tiny: AttentionConfig) -> dict[str, str]:
     """Field -> letter, for the sizes of a config; equal letters where the tiny config says that they go together."""
-    cls: Any = type(config)
-    fields, names, told = tiny.to_dict(), {}, meanings(cls)
+    fields, names = tiny.to_dict(), {}
     for field, value in config.to_dict().items():
         if type(value) is int and value != 1:
             same = [other for one, other in SAME if field == one and fields[one] == fields[other]]
             known = [other for other in same if value == getattr(config, other)] or [field]
-            letter = LETTER.match(told.get(known[0], ""))
-            names[field] = letter[1] if letter else field
+            names[field] = letter_of(type(config), known[0]) or field
     return names
 
 

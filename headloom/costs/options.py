@@ -16,6 +16,7 @@ from headloom.core.config import describe, fields_of, meanings, members, own_fir
 from headloom.core.errors import HeadloomError
 from headloom.costs.catalogue import SIZES, TOKENS, table_line
 from headloom.costs.count import Cost, layer_costs
+from headloom.costs.formula import LETTER
 from headloom.mechanism import AttentionConfig, mechanisms
 from headloom.mechanism.schedules import layers_of, option_classes, schedules
 
@@ -53,7 +54,8 @@ def options(name: str, usual: Mapping[str, Any] | None = None, *, costs: bool = 
     for cls in option_classes(name):
         for option in _of_class(cls, usual):
             found.setdefault(option.name, option)
-    rows = sorted(found.values(), key=lambda option: (not option.own, not option.bases))
+    place = {field: index for index, field in enumerate(fields_of(AttentionConfig))}
+    rows = sorted(found.values(), key=lambda row: (not row.own, not row.bases, place.get(row.name, 0)))
     start = _measured(name, usual) if costs else None
     if start is None:
         return rows
@@ -85,11 +87,13 @@ def _of_class(cls: Any, usual: Mapping[str, Any]) -> list[Option]:
 def _meaning(cls: Any, field: str, bases: Sequence[str]) -> str:
     """What an option means: by base, where that is not the same over all of them."""
     known: dict[str, Any] = {base: BASES[base].options for base in bases if field in BASES[base].fields}
+    common = meanings(AttentionConfig).get(field)
     told = {base: meanings(options).get(field, "") for base, options in known.items()}
+    told = {base: text for base, text in told.items() if text != common}
     if not told or (len(told) == len(bases) and len(set(told.values())) == 1):
         return meanings(cls).get(field, "")
-    common = meanings(AttentionConfig).get(field)
-    return "; ".join([*([] if common is None else [common]), *(f"base {base}: {text}" for base, text in told.items())])
+    parts = [f"base {base}: " + LETTER.sub(r"\1, ", text) for base, text in told.items()]
+    return "; ".join(parts if common is None else [common, *parts])
 
 
 def _measured(name: str, given: Mapping[str, Any]) -> list[Cost] | None:

@@ -59,11 +59,7 @@ def load_corpus(
     Raises:
         HeadloomError: the path is missing, the file is not text, a table has no such column, or there is no text.
     """
-    limit = DEFAULT_LIMIT_BYTES if limit_bytes is None else limit_bytes
-    if limit < 1:
-        raise HeadloomError(
-            f"limit_bytes={limit} leaves no text. Give a positive number of bytes, or None for {DEFAULT_LIMIT_BYTES}."
-        )
+    limit = _limit(limit_bytes)
     left = LeftOut()
     what, documents, held_out = _source(str(spec), seed, limit, text_column, left)
     seen: set[bytes] = set()
@@ -85,28 +81,58 @@ def load_corpus(
     return Corpus(*splits, _fingerprint(*splits), title, f"left out of {what}: {left}" if left.counts else "")
 
 
+def check_corpus(
+    spec: str | Path = "stdlib", *, limit_bytes: int | None = None, text_column: str | None = None
+) -> None:
+    """Refuse, by its name alone and without torch, what `load_corpus` would refuse before it reads a text."""
+    _limit(limit_bytes)
+    _is_hub_id(str(spec), text_column)
+
+
+def _limit(given: int | None) -> int:
+    limit = DEFAULT_LIMIT_BYTES if given is None else given
+    if limit < 1:
+        raise HeadloomError(
+            f"limit_bytes={limit} leaves no text. Give a positive number of bytes, or None for {DEFAULT_LIMIT_BYTES}."
+        )
+    return limit
+
+
 def _source(
     spec: str, seed: int, limit: int, column: str | None, left: LeftOut
 ) -> tuple[str, Iterable[Document], Iterable[Document]]:
     """What is read, its documents, and, where the data comes with one, the split to validate on (else empty)."""
     path, named = Path(spec).expanduser(), column or TEXT
+    if _is_hub_id(spec, column):
+        return f"Hugging Face data set '{spec}'", numbered(hub_rows(spec, named, left), spec), ()
     if spec == "stdlib":
-        _no_column(column, "the standard library")
         python = f"Python {sys.version_info.major}.{sys.version_info.minor} standard library"
         return python, stdlib_documents(seed, limit), ()
     if path.is_dir():
         name = path.resolve().name
         if is_saved(path):
             return _saved(path, f"data set '{name}'", named, left)
-        if is_model(path):
+        return f"folder '{name}'", folder_documents(path, seed, limit, named, left, column is not None), ()
+    return f"file '{path.name}'", file_documents(path, limit, named, left), ()
+
+
+def _is_hub_id(spec: str, column: str | None) -> bool:
+    """Whether a text is one of the hub, and not the standard library, a file or a folder. Raises HeadloomError for what
+    is none of these, and where a column is named of what has none."""
+    path = Path(spec).expanduser()
+    if spec == "stdlib":
+        _no_column(column, "the standard library")
+        return False
+    if path.is_dir():
+        if not is_saved(path) and is_model(path):
             raise HeadloomError(
                 f"'{spec}' holds a model (its config.json says so), no text: give a text file or a folder of texts"
             )
-        return f"folder '{name}'", folder_documents(path, seed, limit, named, left, column is not None), ()
+        return False
     if path.is_file():
         if path.suffix.lower() not in TABLES:
             _no_column(column, f"'{spec}'")
-        return f"file '{path.name}'", file_documents(path, limit, named, left), ()
+        return False
     if path.exists():
         raise HeadloomError(
             f"'{spec}' is neither a file nor a folder. Give a text file, a folder of texts, or 'stdlib'."
@@ -117,7 +143,7 @@ def _source(
         and path.suffix.lower() not in (*TABLES, ".txt", ".md", ".py")
     )
     if looks_like_id and not spec.startswith("."):
-        return f"Hugging Face data set '{spec}'", numbered(hub_rows(spec, named, left), spec), ()
+        return True
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = near(path.name, beside) or near(spec, ["stdlib"])
     raise HeadloomError(

@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from typing import TYPE_CHECKING
 
 from headloom.core.errors import HeadloomError, near
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 _SPECIALS = 2
@@ -42,6 +43,10 @@ def make_tokenizer(spec: str | Path = "bytes", train_texts: Iterable[str] = ()) 
         HeadloomError: unknown spec, a vocabulary too small or larger than the text yields, a folder without a usable
             tokenizer.
     """
+    check_tokenizer(spec)
+    from tokenizers import models
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     text = str(spec)
     if text == "bytes":
         return _wrap(
@@ -52,15 +57,27 @@ def make_tokenizer(spec: str | Path = "bytes", train_texts: Iterable[str] = ()) 
     if text.startswith("bpe"):
         return _train_bpe(text, train_texts)
     path = Path(text).expanduser()
-    if path.is_dir():
-        return _saved(path)
-    if _HUB.fullmatch(text):
-        return _saved(text)
-    raise HeadloomError(f"unknown tokenizer '{text}'.{near(text, ['bytes', 'bpe:4096'])} Allowed: {_ALLOWED}.")
+    return _saved(path if path.is_dir() else text)
+
+
+def check_tokenizer(spec: str | Path) -> None:
+    """Refuse, by its name alone and without torch, what `make_tokenizer` would refuse before it reads anything."""
+    text = str(spec)
+    if text.startswith("bpe"):
+        match = re.fullmatch(r"bpe:(\d+)", text)
+        if match is None or int(match[1]) < _SMALLEST:
+            raise HeadloomError(
+                f"tokenizer '{text}' names no vocabulary: 256 bytes and {_SPECIALS} special tokens are the least. "
+                f"Allowed: {_ALLOWED}."
+            )
+    elif text != "bytes" and not Path(text).expanduser().is_dir() and not _HUB.fullmatch(text):
+        raise HeadloomError(f"unknown tokenizer '{text}'.{near(text, ['bytes', 'bpe:4096'])} Allowed: {_ALLOWED}.")
 
 
 def is_bytes(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether ids 0..255 are exactly the bytes and nothing merges, so that ids are read off the encoded text."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     if len(tokenizer) != _SMALLEST or tokenizer.eos_token_id != 256:
         return False
     characters = bytes_to_unicode()
@@ -73,6 +90,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     For byte-level vocabularies (ours, GPT-2's, Llama 3's). Raises HeadloomError for one whose tokens are not spelt
     in bytes.
     """
+    import torch
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     alphabet = set(bytes_to_unicode().values())
     specials = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     lengths = torch.zeros(len(tokenizer), dtype=torch.int64)
@@ -89,6 +109,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
 
 
 def _byte_level(model: models.Model, *, use_regex: bool) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.decoder = decoders.ByteLevel()
@@ -96,6 +118,8 @@ def _byte_level(model: models.Model, *, use_regex: bool) -> Tokenizer:
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -107,13 +131,9 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _train_bpe(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    match = re.fullmatch(r"bpe:(\d+)", spec)
-    if match is None or int(match[1]) < _SMALLEST:
-        raise HeadloomError(
-            f"tokenizer '{spec}' names no vocabulary: 256 bytes and {_SPECIALS} special tokens are the least. "
-            f"Allowed: {_ALLOWED}."
-        )
-    size = int(match[1])
+    from tokenizers import models, pre_tokenizers, trainers
+
+    size = int(spec.removeprefix("bpe:"))
     tokenizer = _byte_level(models.BPE(), use_regex=True)
     trainer = trainers.BpeTrainer(
         vocab_size=size - _SPECIALS,
@@ -133,6 +153,8 @@ def _train_bpe(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 def _saved(path: Path | str) -> PreTrainedTokenizerFast:
     """From a folder, or by the hub's name."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     here = isinstance(path, Path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=here, trust_remote_code=False)

@@ -1,7 +1,7 @@
-"""Floor 3: the only floor that knows transformers. Grafts, families, saving and loading.
+"""Headloom's attention in transformers' models: families, grafts, folding, saving and loading.
 
-Importing it tells transformers' AutoConfig about saved grafts and gives the rotary scalings; modelling code is
-imported when first used.
+Names are loaded when first used: what is wrong with a path or a number is said before transformers and torch are
+imported. transformers' AutoConfig is told about saved grafts when it is imported (headloom._hook).
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from transformers.models.auto.configuration_auto import AutoConfig
-
-from headloom.hf.model.config import MODEL_TYPE, HeadloomConfig
-
-AutoConfig.register(MODEL_TYPE, HeadloomConfig, exist_ok=True)
-
 _LAZY = {
     "FoldReport": "headloom.hf.grafting.fold",
     "GraftReport": "headloom.hf.grafting.graft",
     "HFCache": "headloom.hf.model.cache",
+    "HeadloomConfig": "headloom.hf.model.config",
+    "build_around": "headloom.hf.grafting.build",
     "build_model": "headloom.hf.grafting.build",
     "fold": "headloom.hf.grafting.fold",
     "graft": "headloom.hf.grafting.graft",
@@ -39,6 +35,7 @@ __all__ = [
     "GraftReport",
     "HFCache",
     "HeadloomConfig",
+    "build_around",
     "build_model",
     "fold",
     "graft",

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headloom.core.errors import HeadloomError, near
+from headloom.core.errors import HeadloomError
 from headloom.core.files import whole_folder
-from headloom.core.locks import claimed
-from headloom.hf.model.config import MODEL_TYPE
 from headloom.hf.model.family import families, family_named
-
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
+from headloom.hf.places import MODEL_TYPE, check_checkpoint, may_have_tokenizer, new_folder, place
 
 
 @dataclasses.dataclass
@@ -41,11 +36,10 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
         HeadloomError: nothing there, nothing that loads, or not a causal language model where one is asked for, its
             head included.
     """
-    if dtype not in DTYPES:
-        raise HeadloomError(f"unknown dtype '{dtype}'.{near(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}")
+    check_checkpoint(source, dtype=dtype)
     import transformers
 
-    where, file = _place(str(source))
+    where, file = place(str(source))
     with _saying(source), _quiet():
         config = transformers.AutoConfig.from_pretrained(where, **_given(file))
     auto_class = getattr(transformers, _auto_name(config, source, causal))
@@ -67,30 +61,15 @@ def load_tokenizer(source: str | Path) -> Any | None:
     """The tokenizer of a checkpoint, or None where its folder has none. Raises HeadloomError."""
     from transformers import AutoTokenizer
 
-    where, file = _place(str(source))
-    if not file and Path(where).is_dir() and not any((Path(where) / name).is_file() for name in _TOKENIZER_FILES):
+    if not may_have_tokenizer(source):
         return None
+    where, file = place(str(source))
     with _saying(source), _quiet():
         return AutoTokenizer.from_pretrained(where, **_given(file))
 
 
 def _given(file: str | None) -> dict[str, Any]:
     return {"trust_remote_code": False, **({"gguf_file": file} if file else {})}
-
-
-def new_folder(out: Path, *, besides: str | None = None) -> None:
-    """Refuse a place that holds something already, other than a file called `besides`. Raises HeadloomError."""
-    if out.exists() and (not out.is_dir() or any(entry.name != besides for entry in out.iterdir())):
-        raise HeadloomError(f"'{out}' exists and is not empty: give a new folder, or remove this one")
-
-
-@contextlib.contextmanager
-def place_for(out: Path) -> Iterator[None]:
-    """Hold a new folder's place from before the work till it is saved. Raises HeadloomError where something is there
-    already, or another process is making it."""
-    new_folder(out)
-    with claimed(out):
-        yield
 
 
 def save(checkpoint: Checkpoint, out: Path) -> None:
@@ -102,13 +81,12 @@ def save(checkpoint: Checkpoint, out: Path) -> None:
             checkpoint.tokenizer.save_pretrained(partial)
 
 
-def is_graft(source: str | Path) -> bool:
-    """Whether a checkpoint is a graft already. Raises HeadloomError where there is none."""
+def hub_is_graft(name: str) -> bool:
+    """Whether the hub's model of that name is a graft. Raises HeadloomError where there is none."""
     from transformers import AutoConfig
 
-    where, file = _place(str(source))
-    with _saying(source), _quiet():
-        return getattr(AutoConfig.from_pretrained(where, **_given(file)), MODEL_TYPE, None) is not None
+    with _saying(name), _quiet():
+        return getattr(AutoConfig.from_pretrained(name, **_given(None)), MODEL_TYPE, None) is not None
 
 
 def is_causal(config: Any) -> bool:
@@ -116,24 +94,6 @@ def is_causal(config: Any) -> bool:
     if config.model_type in families():
         return family_named(config.model_type).causal(config)
     return not config.architectures or config.architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def _place(source: str) -> tuple[str, str | None]:
-    """What transformers calls it: (folder or hub name, GGUF file in it or None)."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return str(path), None
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise HeadloomError(f"'{source}' is a file, but no .gguf: give the folder of a checkpoint, or a GGUF file")
-        return str(path.parent), path.name
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not path.parent.is_dir():
-        return source, None
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise HeadloomError(
-        f"'{source}' does not exist.{near(path.name, beside)} Give the folder of a checkpoint, a .gguf file, or the "
-        "hub's 'owner/name'"
-    )
 
 
 def _auto_name(config: Any, source: str | Path, causal: bool) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError, near
-from headloom.hf.checkpoints import Checkpoint
+
+if TYPE_CHECKING:
+    from headloom.hf.checkpoints import Checkpoint
 
 CACHES = ("dynamic", "static")
+NO_TOKENIZER = "this checkpoint has no tokenizer beside it: save one into its folder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +49,10 @@ def generate(
     """
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
-        raise HeadloomError("this checkpoint has no tokenizer beside it: save one into its folder")
-    for name, value, right in (
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1),
-        ("beams", beams, beams >= 1),
-        ("temperature", temperature, temperature is None or temperature > 0),
-        ("top_p", top_p, top_p is None or 0 < top_p <= 1),
-    ):
-        if not right:
-            bound = "above 0 and at most 1" if name == "top_p" else "above 0"
-            raise HeadloomError(f"{name} must be {bound}, not {value}")
-    if cache not in CACHES:
-        raise HeadloomError(f"unknown cache '{cache}'.{near(cache, CACHES)} Allowed: {', '.join(CACHES)}")
+        raise HeadloomError(NO_TOKENIZER)
+    check(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, beams=beams, cache=cache)
+    import torch
+
     given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if given["input_ids"].numel() == 0:
         raise HeadloomError("the prompt holds no tokens: give some text")
@@ -84,6 +77,21 @@ def generate(
     if beams > 1:
         write(text)
     return Generated(text, len(new), time.perf_counter() - start)
+
+
+def check(*, max_new_tokens: int, temperature: float | None, top_p: float | None, beams: int, cache: str) -> None:
+    """Refuse values of `generate` that are out of range."""
+    for name, value, right in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1),
+        ("beams", beams, beams >= 1),
+        ("temperature", temperature, temperature is None or temperature > 0),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1),
+    ):
+        if not right:
+            bound = "above 0 and at most 1" if name == "top_p" else "above 0"
+            raise HeadloomError(f"{name} must be {bound}, not {value}")
+    if cache not in CACHES:
+        raise HeadloomError(f"unknown cache '{cache}'.{near(cache, CACHES)} Allowed: {', '.join(CACHES)}")
 
 
 def _streamer(tokenizer: Any, write: Callable[[str], Any]) -> Any:

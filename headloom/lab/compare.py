@@ -17,12 +17,13 @@ from headloom.lab.plan.growth import differing_specs
 from headloom.lab.plan.plan import Plan, make_plan
 from headloom.lab.run.progress import Progress, told
 from headloom.lab.run.runner import Comparison, Interrupted, Runner
-from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolve import resolve, shape_of
 from headloom.lab.spec.resolved import StudySpec, identity
 from headloom.lab.spec.sizes import Size, get_size
 from headloom.lab.spec.study import Budget, Engine, Study
-from headloom.lab.spec.variants import Variant, parse_variants
-from headloom.train.config import EVALUATIONS
+from headloom.lab.spec.variants import Variant, check_variants, parse_variants
+from headloom.train.config import EVALUATIONS, check_device
+from headloom.train.tracking import check_name
 
 if TYPE_CHECKING:
     from headloom.data import Corpus
@@ -66,8 +67,9 @@ def compare(
         variants: "mha,iha:pseudo_heads=2" or a list of such texts; None: the four of defaults.toml.
         settings: ["iha.pseudo_heads=4"]: options for every variant of that name.
         size: a name of `headloom.lab.spec.sizes`; the reference keeps its feed-forward width, the others' is turned.
-        layers, width, heads: of the model; None: the size's, or those of `config`, a Hugging Face config (a folder, or
-            its JSON) from which norms and rotary are taken too.
+        layers, width, heads: of the model; None: the size's, or those of `config`.
+        config: a Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with another
+            attention, and what its options leave open (key/value heads, windows, biases) is the config's.
         steps, tokens, batch_size, learning_rate: steps, context, sequences a step, peak rate; None: the size's.
         seeds: how many seeds; from two on there are intervals.
         evaluations: validations along every run, besides the one at its end (0: none).
@@ -116,7 +118,12 @@ def compare(
             dtype=dtype,
             compile="inductor" if compile else None,
         )
-        make_study([Variant("any")])  # what is wrong besides the variants is said before torch is imported for theirs
+        # what is wrong besides the variants is said before torch is imported for theirs
+        trial = make_study([Variant("any")])
+        check_variants(variants, settings)
+        check_places(trial)
+        if config is None:
+            shape_of(trial, get_size(size), {}, "the model")
         parsed = parse_variants(variants, settings)
         study = make_study(parsed)
         spec = resolve(study, kind="compare", variants=parsed)
@@ -142,7 +149,24 @@ def run_study(
         progress.stage("reading the study")
         if out is not None:
             refuse_other(Path(out), lambda _: {})
+        check_places(study)
         return _run(study, resolve(study), command, out, study.name, progress, report)
+
+
+def check_places(study: Study) -> None:
+    """Refuse what can be known to be wrong from names, paths and this machine, before anything is read or built."""
+    from headloom.data import check_corpus, check_tokenizer
+
+    get_size(study.size)
+    check_name(study.engine.track)
+    if study.config is not None and not Path(study.config).expanduser().exists():
+        raise HeadloomError(
+            f"'{study.config}' holds no Hugging Face config: it does not exist. Give a folder with a config.json, or "
+            "such a JSON file"
+        )
+    check_corpus(study.data, text_column=study.text_column)
+    check_tokenizer(study.tokenizer)
+    check_device(None if study.device == "auto" else study.device)
 
 
 def _run(
@@ -235,7 +259,7 @@ def comparison_study(
     try:
         return Study(**written)
     except HeadloomError as error:  # the study's keys are this function's arguments, but for this one
-        line = str(error).removeprefix("study: ").replace("learning_rates.0:", "learning_rate:")
+        line = str(error).removeprefix("study: ").replace("entry 1 of learning_rates:", "learning_rate:")
         line = line.removeprefix("backbone.")
         raise HeadloomError(line) from None
 

@@ -1,4 +1,4 @@
-"""Floor 3: one file a mechanism, their registry, and schedules of them over the layers of a model.
+"""One file a mechanism, their registry, and schedules of them over the layers of a model.
 
 The folder is walked: nothing lists the names.
 """
@@ -15,6 +15,7 @@ from headloom.mechanism.registry import (
     MechanismInfo,
     attention,
     build_from_config,
+    built_config,
     foldable,
     layer_config,
     make_config,
@@ -35,6 +36,7 @@ __all__ = [
     "MechanismInfo",
     "attention",
     "build_from_config",
+    "built_config",
     "foldable",
     "layer_config",
     "make_config",

@@ -6,7 +6,8 @@ o_h = softmax(q_h k_g^T / sqrt K) v_g with g = h // (H / G). Cache per token: 2 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from headloom.contract.attention import Attention
 from headloom.contract.common import need
@@ -24,6 +25,14 @@ class GQAConfig(AttentionConfig):
         super().__post_init__()
         G, H = self.num_kv_heads, self.num_heads
         need(G != H or H == 1, f"gqa with num_kv_heads = num_heads = {H}: that is mha; give a smaller divisor of {H}")
+
+    @classmethod
+    def adopted(cls, facts: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Not the key/value heads of a model that has as many as heads: that is mha."""
+        found = super().adopted(facts, given)
+        if found.get("num_kv_heads") == found.get("num_heads"):
+            found.pop("num_kv_heads", None)
+        return found
 
     def _kv_heads(self) -> int:
         return max(1, self.num_heads // 4)

@@ -1,1 +1,1 @@
-"""Floor 1: masks, positions, scores, mixing, the cache. Needs torch alone."""
+"""Masks, positions, scores, mixing, the cache. Needs torch alone."""

@@ -1,4 +1,4 @@
-"""Floor 5: figures, tables and the HTML page. Reads a study folder's records only; never imports torch."""
+"""Figures, tables and the HTML page, from the records of a study. Never imports torch."""
 
 from __future__ import annotations
 

@@ -100,6 +100,7 @@ def in_short(study: Study) -> list[tuple[str, str]]:
     shape, common = first.get("shape") or {}, study.results["common"]
     size = [f"{spec['size']}:" if spec.get("size") else ""]
     if shape:
+        size += [f"{spec['backbone']['model_type']} config," if spec.get("backbone") else ""]
         size += [f"{shape['num_layers']} layers, width {shape['hidden_size']}, {shape['num_heads']} heads,"]
     size += [f"{first['parameters']:,} parameters ({first['label']})"]
     steps = first.get("steps") or common.get("steps") or spec.get("steps")

@@ -1,11 +1,13 @@
 """The configuration of one run: everything that decides its numbers, strict, frozen, and written beside its results.
 
-No torch here.
+No torch here, but for the question whether it sees a GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -144,11 +146,18 @@ class Recipe(BaseModel):
         return self.model_dump(mode="json")
 
 
+_OF_THE_BACKBONE = {"tie_embeddings", "rope_theta", "rope_scaling", "norm_eps"}
+
+
 class RunConfig(Recipe):
     """One training run of a model of our own.
 
     `specs` is one mechanism for all layers or one per layer; an item may be given as a name or a pair (name,
     options). Sizes are named as in Hugging Face's Llama.
+
+    `backbone`: the fields of a Hugging Face config, its model_type among them. The model is then that config's, with
+    the sizes and the attention given here; tie_embeddings, rope_theta, rope_scaling and norm_eps are the config's too,
+    and must not be given. None: a Llama.
     """
 
     specs: tuple[LayerSpec, ...] = Field(min_length=1)
@@ -162,6 +171,7 @@ class RunConfig(Recipe):
     rope_theta: float | None = Field(default=10000.0, gt=0)
     rope_scaling: dict[str, Any] | None = None
     norm_eps: float = Field(default=1e-6, gt=0)
+    backbone: dict[str, Any] | None = None
     evaluations: int = Field(default=EVALUATIONS, ge=0, description=Recipe.model_fields["evaluations"].description)
 
     def __init__(self, **values: Any) -> None:  # for type checkers: specs come in any form that LayerSpec reads
@@ -173,7 +183,13 @@ class RunConfig(Recipe):
             raise ValueError(
                 f"specs has {len(self.specs)} mechanisms for {self.num_layers} layers: give one, or one per layer"
             )
+        said = _OF_THE_BACKBONE & self.model_fields_set
+        if self.backbone is not None and said:
+            raise ValueError(f"{', '.join(sorted(said))} came beside a backbone, which says that itself: leave one out")
         return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude=_OF_THE_BACKBONE if self.backbone else {"backbone"})
 
 
 class GraftSpec(BaseModel):
@@ -195,6 +211,35 @@ class FineTuneConfig(Recipe):
     mix_learning_rate: float | None = Field(
         default=None, gt=0, description="peak rate of what a graft adds; None: learning_rate"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A checkpoint, and what is grafted into it before training (None: nothing)."""
+
+    model: str
+    graft: GraftSpec | None = None
+
+
+def fine_tunings(arms: Mapping[str, Arm], seeds: int, **recipe: Any) -> dict[tuple[str, int], FineTuneConfig]:
+    """The runs of a fine-tuning, by arm and seed: all arms of a seed, then the next, so that what is there can be
+    compared at any time. Raises HeadloomError for a wrong recipe."""
+    if seeds < 1 or not arms:
+        raise HeadloomError(f"seeds must be at least 1, not {seeds}" if arms else "name at least one arm")
+    return {
+        (name, seed): FineTuneConfig(**recipe, name=name, seed=seed, model=arm.model, graft=arm.graft)
+        for seed in range(seeds)
+        for name, arm in arms.items()
+    }
+
+
+def check_device(device: str | None) -> None:
+    """Refuse "cuda" where torch sees none; torch is imported for that question alone."""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise HeadloomError("device 'cuda' was asked for, but torch sees none: use device 'cpu', or leave it out")
 
 
 def _one_line(error: ValidationError, fields: Any) -> str:

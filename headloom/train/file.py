@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headloom.core.errors import HeadloomError, near
 from headloom.core.files import write_text
-from headloom.train.config import RunConfig, evaluation_bytes
+from headloom.train import tracking
+from headloom.train.config import RunConfig, check_device, evaluation_bytes
 from headloom.train.records import RunResult
 
 if TYPE_CHECKING:
@@ -81,6 +82,19 @@ def text_of(values: dict[str, Any]) -> Text:
         raise HeadloomError(f"{first['loc'][0]}={first['input']!r}: {first['msg'].lower()}") from None
 
 
+def check_run(run: RunConfig, text: Text, folder: str | Path, *, track: str | None = None) -> None:
+    """Refuse what can be known to be wrong from names, paths and this machine: nothing is read, and torch is imported
+    only to be asked for a GPU."""
+    from headloom.data import check_corpus, check_tokenizer
+
+    tracking.check_name(track)
+    check_corpus(text.data, text_column=text.text_column)
+    check_tokenizer(text.tokenizer)
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise HeadloomError(f"'{folder}' is a file, not a folder: give a folder of its own")
+    check_device(run.device)
+
+
 def train_text(
     run: RunConfig,
     text: Text,
@@ -96,6 +110,7 @@ def train_text(
     """
     import yaml
 
+    check_run(run, text, folder, track=options.get("track"))
     from headloom.data import load_corpus, make_tokenizer, prepare
     from headloom.train.run import train, writes_records
 

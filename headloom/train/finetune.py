@@ -11,7 +11,6 @@ in the attention alone. Seeds order the data; a graft starts the same for all of
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,21 +28,14 @@ from headloom.data import Corpus, TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
 from headloom.hf.grafting.groups import mix_groups
+from headloom.hf.places import new_folder
 from headloom.train import records
-from headloom.train.config import FineTuneConfig, GraftSpec
+from headloom.train.config import Arm, FineTuneConfig, fine_tunings
 from headloom.train.records import RunResult, versions
 from headloom.train.run import resolve, train
 
 BEFORE = "before.json"
 Runs = Mapping[tuple[str, int], FineTuneConfig]
-
-
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """A checkpoint, and what is grafted into it before training (None: nothing)."""
-
-    model: str
-    graft: GraftSpec | None = None
 
 
 class Progress(Protocol):
@@ -86,13 +78,7 @@ def finetune(
         RunError: a run's numbers are no longer finite; what was finished before it stays.
     """
     out = Path(out)
-    if seeds < 1 or not arms:
-        raise HeadloomError(f"seeds must be at least 1, not {seeds}" if arms else "name at least one arm")
-    configs = {
-        (name, seed): FineTuneConfig(**recipe, name=name, seed=seed, model=arm.model, graft=arm.graft)
-        for seed in range(seeds)  # all arms of a seed, then the next: what is there can be compared at any time
-        for name, arm in arms.items()
-    }
+    configs = fine_tunings(arms, seeds, **recipe)
     first = next(iter(configs.values()))
     tokenizer = _tokenizer(arms)
     data = prepare(corpus, tokenizer, context=first.tokens, validation_bytes=validation_bytes)
@@ -204,7 +190,7 @@ def _check(out: Path, asked: dict[str, Any]) -> None:
     """Refuse a folder that holds something else."""
     held = out / records.CONFIG
     if not held.is_file():
-        checkpoints.new_folder(out, besides=LOCK)
+        new_folder(out, besides=LOCK)
     elif json.loads(held.read_text(encoding="utf-8")) != asked:
         raise HeadloomError(
             f"'{out}' holds another fine-tuning (other data or settings): give another folder, or remove this one"

@@ -25,7 +25,7 @@ from headloom.data.packing import TokenData, TokenStream, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
 from headloom.ops import scores
 from headloom.train import checkpoints, records, sharding, tracking
-from headloom.train.config import Recipe, RunConfig
+from headloom.train.config import Recipe, RunConfig, check_device
 from headloom.train.records import Metrics, RunResult
 from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
 from headloom.train.weights import checksum, mixing_weights, pictures, save_mixes, save_pictures, values
@@ -38,26 +38,34 @@ WARM_STEPS = 5
 def build(
     run: RunConfig, tokenizer: PreTrainedTokenizerFast | None = None, device: str | None = None
 ) -> PreTrainedModel:
-    """The model of a resolved run: a Llama with the run's attention, every tensor initialised by (seed, name). It knows
-    the tokenizer's special tokens; device "meta" builds it without memory, for counting."""
+    """The model of a resolved run: a Llama, or the model of its `backbone`, with the run's attention, every tensor
+    initialised by (seed, name). It knows the tokenizer's special tokens; device "meta" builds it without memory, for
+    counting."""
     specs = [(spec.mechanism, dict(spec.options)) for spec in run.specs]
+    what = specs[0] if len(specs) == 1 else specs
+    given: dict[str, Any] = {
+        "vocab_size": run.vocab_size,
+        "hidden_size": run.hidden_size,
+        "num_layers": run.num_layers,
+        "num_heads": run.num_heads,
+        "num_kv_heads": run.num_kv_heads,
+        "head_dim": run.head_dim,
+        "intermediate_size": run.intermediate_size,
+        "seed": run.seed,
+        "device": device,
+        **{name: getattr(tokenizer, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+    }
+    if run.backbone is not None:
+        given["head_dim"] = run.head_dim or run.hidden_size // run.num_heads
+        return hf.build_around(what, run.backbone, tokens=run.tokens, **given)
     return hf.build_model(
-        specs[0] if len(specs) == 1 else specs,
-        vocab_size=run.vocab_size,
-        hidden_size=run.hidden_size,
-        num_layers=run.num_layers,
-        num_heads=run.num_heads,
-        num_kv_heads=run.num_kv_heads,
-        head_dim=run.head_dim,
-        intermediate_size=run.intermediate_size,
+        what,
         max_positions=run.tokens,
         tie_embeddings=run.tie_embeddings,
         rope_theta=run.rope_theta,
         rope_scaling=run.rope_scaling,
         norm_eps=run.norm_eps,
-        seed=run.seed,
-        device=device,
-        **{name: getattr(tokenizer, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+        **given,
     )
 
 
@@ -88,11 +96,8 @@ def resolve(run: R, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> R:
             f"too little text: {len(data.train.ids)} training tokens do not fill one row of {run.tokens}. "
             "Use a shorter context or more text."
         )
+    check_device(run.device)
     device = run.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise HeadloomError(
-            f"run '{run.name}' asks for device 'cuda', but torch sees none. Use device 'cpu', or leave it out."
-        )
     filled = {
         "vocab_size": len(tokenizer),
         "fingerprint": data.fingerprint,

@@ -7,9 +7,10 @@ import torch
 
 import headloom as hl
 from headloom.bench import core, layers
+from headloom.bench.asked import Named, Sizes
 from headloom.bench.setting import Setting
 from headloom.bench.speed import Timing
-from headloom.bench.subjects import Named, Sizes, configs_of, inputs, subject
+from headloom.bench.subjects import configs_of, inputs, subject
 from headloom.mechanism import Attention
 
 SIZES, HOW, T = Sizes(24, 4), Setting(repeats=2, warmup=0), 32
@@ -117,7 +118,7 @@ def test_backward_goes_down_to_q_k_v_and_what_the_core_learns_and_no_further(mon
 class Own(Attention):
     name = "own"
 
-    def score(self, q, k, v, visibility):
+    def score(self, q, handle, visibility):
         return q
 
 

@@ -11,11 +11,12 @@ from torch import nn
 
 import headloom as hl
 from headloom.bench import against, layers
+from headloom.bench.asked import Named, Sizes
 from headloom.bench.decode import decode
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
-from headloom.bench.subjects import Layers, Named, Sizes, call, configs_of, inputs, subject
+from headloom.bench.subjects import Layers, call, configs_of, inputs, subject
 
 SIZES = Sizes(24, 4)
 MHA, IHA = Named("mha", "mha", {}), Named("iha", "iha", {"pseudo_heads": 2})
@@ -149,7 +150,7 @@ def test_layers_take_turns(monkeypatch):
 def test_the_peak_is_the_fastest_of_all_measurements(monkeypatch):
     times = iter([[2.0, 1.0], [4.0, 4.0], [0.5, 8.0], [9.0, 9.0]])
     monkeypatch.setattr(
-        "headloom.bench.setting.interleaved",
+        "headloom.bench.speed.interleaved",
         lambda calls, **_: {name: Timing.of(next(times)) for name in calls},
     )
     peak = Peak(HOW, shapes=((2, 3, 4), (5, 6, 7)))

@@ -10,10 +10,10 @@ import torch
 
 import headloom as hl
 from headloom.bench import models
+from headloom.bench.asked import Named, Shape
 from headloom.bench.memory import peak_bytes
-from headloom.bench.models import Shape, optimizer_of, original_of, saved_bytes, steps, training_step
+from headloom.bench.models import optimizer_of, original_of, saved_bytes, steps, training_step
 from headloom.bench.setting import Setting
-from headloom.bench.subjects import Named
 from headloom.costs.count import model_flops
 from headloom.hf import build_model
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 import headloom  # noqa: F401  registers the folder's model type
+from headloom.data import make_tokenizer
 
 
 def logits(folder):
@@ -92,6 +93,7 @@ def test_models_that_cannot_be_read(call, llama_folder, tmp_path):
 def test_generation_is_for_causal_models(call, tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     BertModel(BertConfig(vocab_size=20, **sizes)).save_pretrained(tmp_path / "bert")
+    make_tokenizer("bytes").save_pretrained(tmp_path / "bert")
     done = call("generate", tmp_path / "bert", "--prompt", "a")
     assert done.exit_code == 2 and "no causal language model" in done.stderr
 

@@ -22,7 +22,7 @@ GIVEN = {
     "config": ["--config", "llama.json"],
     "tokens": ["--context", "96"],
     "data": ["--data", "my texts.csv"],
-    "text_column": ["--text-column", "body"],
+    "text_column": ["--data", "my texts.csv", "--text-column", "body"],
     "tokenizer": ["--tokenizer", "bpe:300"],
     "steps": ["--steps", "7"],
     "batch_size": ["--batch-size", "5"],

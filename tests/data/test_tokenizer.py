@@ -142,7 +142,7 @@ def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):
 
 
 def test_a_name_on_the_hub_is_asked_there_and_a_folder_is_not(monkeypatch, tmp_path):
-    from headloom.data import tokenizer as place
+    from transformers import AutoTokenizer
 
     asked = []
 
@@ -150,7 +150,7 @@ def test_a_name_on_the_hub_is_asked_there_and_a_folder_is_not(monkeypatch, tmp_p
         asked.append((name, local_files_only, trust_remote_code))
         raise OSError("nobody answers")
 
-    monkeypatch.setattr(place.AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
     with pytest.raises(
         HeadloomError, match=r"'some/one' is no folder here, .* hub it does not load \(nobody answers\)"
     ):

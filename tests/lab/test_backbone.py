@@ -5,14 +5,19 @@ import shlex
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
+from published import published_config
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
 
 from headloom.core.errors import HeadloomError
+from headloom.hf.grafting.backbone import read_backbone
 from headloom.lab.compare import compare_command, comparison_study
+from headloom.lab.plan import layers
 from headloom.lab.plan.layers import meta_model, run_config
 from headloom.lab.spec.resolve import resolve
 from headloom.lab.spec.resolved import StudySpec
+from headloom.lab.spec.study import Study
 from headloom.lab.spec.variants import parse_variants
+from headloom.train import RunConfig
 from headloom.train.run import build
 
 FIELDS = {
@@ -55,7 +60,7 @@ def test_a_config_is_the_backbone_of_every_variant(folder):
     ids = torch.arange(16)[None] * 3 % 61
     with torch.no_grad():
         expected, found = original(ids).logits, ours(ids).logits
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()  # the original's cos and sin are float32
+    assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
     iha = meta_model(spec, spec.variants[1], spec.variants[1].shape, 61)
     assert iha.config.intermediate_size == 34 and iha.model.layers[2].self_attn.config.rope_scaling["factor"] == 4.0
 
@@ -65,27 +70,132 @@ def test_what_is_given_beside_a_config_wins(folder):
     shape = spec_of(config=str(folder / "config.json"), backbone={"layers": 5}).variants[0].shape
     assert (shape.num_layers, shape.hidden_size, shape.head_dim, shape.intermediate_size) == (5, 24, 10, 34)
     shape = spec_of(config=str(folder), backbone={"width": 48}).variants[0].shape
-    assert (shape.num_layers, shape.hidden_size, shape.head_dim, shape.intermediate_size) == (3, 48, 24, 128)
+    assert (shape.num_layers, shape.hidden_size, shape.head_dim, shape.intermediate_size) == (3, 48, 24, 68)
     shape = spec_of(backbone={"layers": 3, "width": 48, "heads": 4}).variants[0].shape
     assert (shape.num_layers, shape.hidden_size, shape.num_heads, shape.head_dim) == (3, 48, 4, 12)
+
+
+LLAMA = LlamaConfig(**FIELDS).to_dict()
 
 
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        (MistralConfig(num_hidden_layers=2).to_dict(), ["the config of a mistral model", "llama config", "graft"]),
-        ({**LlamaConfig(**FIELDS).to_dict(), "hidden_act": "gelu"}, ["hidden_act 'gelu'", "have 'silu'"]),
-        ({**LlamaConfig(**FIELDS).to_dict(), "attention_bias": True}, ["attention_bias True", "qkv_bias=true"]),
-        ({"hidden_size": 3}, ["holds no Hugging Face config"]),
-        ({**LlamaConfig(**FIELDS).to_dict(), "hidden_size": "x"}, ["not a config that transformers reads"]),
+        (BertConfig(num_hidden_layers=2).to_dict(), ["a 'bert' model, an encoder", "predict the next token", "gpt2"]),
+        ({"model_type": "mamba", "hidden_size": 8}, ["a 'mamba' model, which is not built here", "gpt2"]),
+        ({"model_type": "gemma3", "text_config": {}}, ["a 'gemma3' model", "text model alone"]),
+        ({"model_type": "headloom", "family": "llama"}, ["a graft: give that of the model it was made from"]),
+        ({**LLAMA, "auto_map": {"AutoConfig": "configuration_x.X"}}, ["code of its own (auto_map)", "a copy"]),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, ["a quantized model", "a copy"]),
+        ({**LLAMA, "hidden_size": "x"}, ["not a config that transformers reads", "hidden_size"]),
+        ({"hidden_size": 3}, ["holds no Hugging Face config", "model_type"]),
+        (None, ["holds no Hugging Face config", "does not exist"]),
     ],
 )
 def test_a_config_that_is_not_built_here_is_refused(values, parts, tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(values, default=str))
+    if values is not None:
+        path.write_text(json.dumps(values, default=str))
     with pytest.raises(HeadloomError) as caught:
         spec_of(config=str(path))
     assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def published(tmp_path):
+    """published(name, **changes): a small config.json of that family, as one of its checkpoints has it."""
+
+    def write(name, **changes):
+        published_config(name, **changes).save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_the_configs_own_attention_is_what_variants_are_given(published):
+    """gqa has the config's key/value heads, mha by its name has as many as heads, and what a variant states wins."""
+    from headloom.lab.plan.layers import layer_configs
+
+    spec = spec_of("gqa,mha,iha,iha:num_kv_heads=1,mla", config=published("gemma2"), tokens=16)
+    made = {v.label: [config for _, config in layer_configs(spec, v, v.shape)] for v in spec.variants}
+    assert [each[0].num_kv_heads for each in made.values()] == [2, 4, 2, 1, 4]
+    for each in made.values():
+        assert [c.window for c in each] == [5, None, 5] and {c.softcap for c in each} == {50.0}
+    spec = spec_of("gqa,mha", config=published("gpt2"), tokens=16)
+    gqa, mha = ([config for _, config in layer_configs(spec, v, v.shape)] for v in spec.variants)
+    assert (gqa[0].num_kv_heads, mha[0].num_kv_heads) == (1, 4)
+    assert all(c.qkv_bias and c.out_bias and c.dropout == 0.1 and c.rope_theta is None for c in (*gqa, *mha))
+    spec = spec_of("gqa,mla", config=published("qwen3"), tokens=16)
+    assert [layer_configs(spec, v, v.shape)[0][1].qk_norm for v in spec.variants] == ["head", None]
+
+
+def test_sizes_given_beside_a_config_are_the_familys(published):
+    """Its feed-forward's proportion, its way of naming, its limits."""
+    shape = spec_of(config=published("gpt2"), backbone={"width": 48, "layers": 5}, tokens=16).variants[0].shape
+    assert (shape.num_layers, shape.head_dim, shape.intermediate_size) == (5, 12, 4 * 48)
+    spec = spec_of(config=published("gpt2"), backbone={"width": 48, "layers": 5}, tokens=16)
+    config = meta_model(spec, spec.variants[0], shape, 61).config
+    assert (config.n_embd, config.n_layer, config.n_inner, config.n_positions) == (48, 5, 192, 64)
+    spec = spec_of(config=published("gpt2"), tokens=65)
+    with pytest.raises(HeadloomError, match="mha: a context of 65 tokens is longer than the config's 64 learned posi"):
+        layers.attention_config(spec, spec.variants[0])
+    spec = spec_of("gqa,iha", config=published("mistral"), backbone={"heads": 3, "head_dim": 8}, tokens=16)
+    with pytest.raises(HeadloomError, match=r"gqa: the config's 4 heads share 2 key/value heads, 2 a head: .*not 3"):
+        layers.attention_config(spec, spec.variants[0])
+
+
+@pytest.mark.parametrize("knob", ["F", "layers", "heads", "width"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gemma3_text", "mixtral"])
+def test_every_knob_turns_or_is_refused(name, knob, published):
+    from headloom.lab.plan.plan import match_budgets
+
+    config = published(name, **{"n_embd" if name == "gpt2" else "hidden_size": 32})
+    study = Study(
+        variants=["gqa", {"use": "iha", "knob": {"parameters": knob}}],
+        budgets=[{"match": "parameters", "knob": "F", "tolerance": 0.9}],
+        config=config,
+        tokens=16,
+        seeds=2,
+        threads=1,
+    )
+    if knob == "heads" and name.startswith("gpt"):
+        with pytest.raises(HeadloomError, match=f"the heads of a {name} model fill its width, so their number cannot"):
+            resolve(study)
+        return
+    spec = resolve(study)
+    iha = spec.variants[1]
+    shapes, matches = match_budgets(spec, layers.Counts(spec, 61))
+    counted = layers.count_parameters(spec, iha, shapes["iha"], 61)
+    assert counted == matches["iha"][0].count
+    bound = {"F": 0.02, "layers": 0.5, "heads": 0.3, "width": 0.5}[knob]
+    assert abs(matches["iha"][0].relative) < bound
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
+def test_a_comparison_around_a_config(name, published, small, tmp_path):
+    """From the config to the page's first lines: runs, records, manifest; and the same again makes no run anew."""
+    from headloom.lab.compare import compare
+    from headloom.report.facts import in_short
+    from headloom.report.records import read_study
+
+    config = published(name, **{"n_inner" if name == "gpt2" else "intermediate_size": 150})
+    given = {**small, "config": config, "seeds": 1, "batch_size": 32, "evaluations": 0, "out": tmp_path / "out"}
+    found = compare("gqa,iha", **given)
+    assert not found.failed and all(v["bits_per_byte"]["mean"] > 0 for v in found.results["variants"])
+    config = json.loads((tmp_path / "out" / "runs" / "iha-seed0" / "config.json").read_text())
+    assert config["backbone"]["model_type"] == name and "rope_theta" not in config
+    run = RunConfig(**config)
+    assert run.to_dict() == config and type(build(run).base_model).__name__.startswith("Headloom")
+    assert f"{name} config, 3 layers, width 24, 4 heads" in dict(in_short(read_study(tmp_path / "out")))["Model"]
+    stamp = (tmp_path / "out" / "runs" / "iha-seed0" / "result.json").stat().st_mtime_ns
+    compare("gqa,iha", **given)
+    assert (tmp_path / "out" / "runs" / "iha-seed0" / "result.json").stat().st_mtime_ns == stamp
+
+
+def test_a_run_says_each_thing_once(published):
+    values = {"name": "a", "specs": ["mha"], "steps": 1, "hidden_size": 24, "num_layers": 3, "num_heads": 4}
+    with pytest.raises(HeadloomError, match="rope_theta came beside a backbone, which says that itself"):
+        RunConfig(**values, intermediate_size=96, backbone=read_backbone(published("gpt2")), rope_theta=1e4)
 
 
 def test_the_command_and_the_runs_say_it_all(folder):
@@ -95,7 +205,7 @@ def test_the_command_and_the_runs_say_it_all(folder):
     assert said["--config"] == str(folder) and said["--device"] == "cpu" and said["--dtype"] == "bfloat16"
     assert (said["--layers"], said["--width"], said["--heads"]) == ("3", "48", "4")
     run = run_config(spec, spec.variants[1], spec.variants[1].shape, 0)
-    assert (run.device, run.dtype, run.norm_eps) == ("cpu", "bfloat16", 1e-2)
+    assert (run.device, run.dtype, run.backbone["rms_norm_eps"]) == ("cpu", "bfloat16", 1e-2)
     assert compare_command(spec_of(compile="inductor")).endswith("--compile")
     assert "--layers" not in compare_command(spec_of())
 
@@ -104,7 +214,7 @@ def test_the_command_and_the_runs_say_it_all(folder):
 def test_cuda_where_there_is_none_is_refused_before_anything_is_trained(text_file):
     from headloom.lab.plan.plan import make_plan
 
-    with pytest.raises(HeadloomError, match="asks for device 'cuda', but torch sees none"):
+    with pytest.raises(HeadloomError, match="'cuda' was asked for, but torch sees none"):
         make_plan(spec_of(device="cuda", data=str(text_file), tokens=16))
 
 

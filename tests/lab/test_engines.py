@@ -11,7 +11,20 @@ from headloom.lab.run.engines.local import Local
 from headloom.lab.run.work import Bundle, Failed, Job, reason, work
 from headloom.lab.spec import study
 
-FATES = ("good", "segfault", "killed", "worker killed", "slow", "gone", "broken", "memory", "full", "nan", "good again")
+FATES = (
+    "good",
+    "segfault",
+    "killed",
+    "worker killed",
+    "orphaned",
+    "slow",
+    "gone",
+    "broken",
+    "memory",
+    "full",
+    "nan",
+    "good again",
+)
 
 
 class Told(Listener):
@@ -75,6 +88,7 @@ def test_good_runs_are_done_each_in_a_process_of_its_own(told):
         ("segfault", "its process was killed by SIGSEGV"),
         ("killed", "its process was killed by SIGKILL, as the system does when memory runs out"),
         ("worker killed", "its worker process was killed by SIGKILL"),
+        ("orphaned", "its worker process was killed by SIGKILL"),
         ("slow", r"timed out after \d+ s \(engine.timeout\)"),
         ("gone", "its process ended with status 7"),
         ("broken", r"its process ended with status 1 \(its log.txt says more\)"),
@@ -85,6 +99,11 @@ def test_good_runs_are_done_each_in_a_process_of_its_own(told):
 )
 def test_reasons(told, name, part):
     assert re.search(part, told.reasons[name])
+
+
+def test_a_run_ends_with_its_worker(told):
+    """The study hears of the worker's end when its run has ended too: no timeout is needed for that."""
+    assert not (told.folder / "orphaned" / "outlived its worker").exists()
 
 
 def test_what_a_process_says_is_in_the_runs_folder(told):

@@ -73,17 +73,18 @@ def test_the_ready_studies_are_those_of_the_specification():
     ("values", "parts"),
     [
         ({"variant": ["mha"]}, ["unknown key 'variant'", "Did you mean 'variants'?"]),
-        ({"budgets": [{"match": "time", "knobs": "steps"}]}, ["budgets.0.knobs", "Did you mean 'knob'?"]),
-        ({"engine": {"nam": "ray"}}, ["engine.nam", "Did you mean 'name'?"]),
-        ({"backbone": {"layer": 2}}, ["backbone.layer", "Did you mean 'layers'?"]),
-        ({"variants": ["mha", {"uses": "iha"}]}, ["variants.1.uses", "Did you mean 'use'?"]),
+        ({"budgets": [{"match": "time", "knobs": "steps"}]}, ["'knobs' in entry 1 of budgets.", "mean 'knob'?"]),
+        ({"engine": {"nam": "ray"}}, ["unknown key 'nam' in engine", "Did you mean 'name'?"]),
+        ({"backbone": {"layer": 2}}, ["unknown key 'layer' in backbone", "Did you mean 'layers'?"]),
+        ({"variants": ["mha", {"uses": "iha"}]}, ["unknown key 'uses' in entry 2 of variants", "Did you mean 'use'?"]),
         ({"steps": "100"}, ["steps", "valid integer", "'100'"]),
         ({"steps": 10.5}, ["steps", "10.5"]),
         ({"seeds": 0}, ["seeds must be a number of seeds from 1 to 1000, not 0"]),
         ({"seeds": 1}, ["one seed gives no interval", "statistics: false"]),
         ({"seeds": [1, 1]}, ["each given once"]),
         ({"learning_rates": [1e-3, 1e-3]}, ["holds one twice"]),
-        ({"learning_rates": ["fast"]}, ["learning_rates.0", "'fast'"]),
+        ({"learning_rates": [1e-3, 0.0]}, ["study: entry 2 of learning_rates: ", "greater than 0, not 0.0"]),
+        ({"learning_rates": ["fast"]}, ["study: entry 1 of learning_rates: ", "'fast'"]),
         ({"variants": ["mha", "ihaa"]}, ["unknown mechanism 'ihaa'. Did you mean 'iha'?"]),
         ({"variants": ["mha"]}, ["at least two variants, not 1"]),
         ({"variants": ["mha", "iha:pseudo_head=2"]}, ["Did you mean 'pseudo_heads'?"]),
@@ -120,7 +121,7 @@ def test_the_ready_studies_are_those_of_the_specification():
             ["steps is set to 5, and turned for time"],
         ),
         ({"budgets": [{"match": "time", "knob": "steps", "target": "mah"}]}, ["target 'mah' is no variant", "'mha'"]),
-        ({"budgets": [{"match": "speed", "knob": "steps"}]}, ["budgets.0.match", "'time'"]),
+        ({"budgets": [{"match": "speed", "knob": "steps"}]}, ["match in entry 1 of budgets: ", "'time'"]),
     ],
 )  # fmt: skip
 def test_what_is_refused_before_any_data_is_read(values, parts):
@@ -323,6 +324,25 @@ def test_checkpoints_that_a_kill_left_beside_a_result_are_removed(trained):
     left.mkdir(parents=True)
     made.run(found.folder, report=False)
     assert not left.parent.exists()
+
+
+def test_whether_a_run_is_finished_is_only_asked(trained, monkeypatch):
+    from headloom.lab.run.runner import Runner
+
+    class Stop(Exception):
+        pass
+
+    def ask(runner, engine):
+        assert runner._is_finished("mha", 0, 0.001)
+        raise Stop
+
+    found, _, _, made = trained
+    left = found.folder / "runs" / "mha-lr0.001-seed0" / "checkpoints"
+    left.mkdir()
+    monkeypatch.setattr(Runner, "_runs", ask)
+    with pytest.raises(Stop):
+        made.run(found.folder, report=False)
+    left.rmdir()  # it is there
 
 
 def test_a_mapping_goes_from_yaml_to_the_module_as_it_is(text_file, tmp_path):

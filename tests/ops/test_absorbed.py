@@ -17,7 +17,7 @@ def draw(*shape):
 
 @pytest.mark.parametrize("documents", [None, ROWS], ids=["plain", "documents"])
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("virtual", [True, False])
+@pytest.mark.parametrize("rows_causal", [True, False])
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"kind": "hard"}, {"softcap": 2.0}, {"kind": "identity"}], ids=str)
 def test_equals_mixing_first(T, rows_causal, window, documents, options):

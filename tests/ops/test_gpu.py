@@ -63,7 +63,7 @@ def test_documents_and_padding_by_sdpa(kind, forced):
 
 
 @pytest.mark.parametrize(
-    ("T", "S", "causal", "window", "P", "virtual", "kind"),
+    ("T", "S", "causal", "window", "P", "rows_causal", "kind"),
     [
         (5, 23, True, None, 1, False, None),
         (5, 23, True, 3, 2, True, None),

@@ -107,7 +107,7 @@ def plainly(q, k, v, *, attn_mask, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("window", "P", "virtual"), [(None, 1, False), (None, 3, False), (None, 3, True), (5, 2, False)]
+    ("window", "P", "rows_causal"), [(None, 1, False), (None, 3, False), (None, 3, True), (5, 2, False)]
 )
 def test_low_precision(dtype, window, P, rows_causal):
     """Value and gradient errors against float64 within twice (root mean square; the largest one within four times)

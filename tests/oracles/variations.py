@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headloom.contract.bases.base import options_of
+from headloom.contract.bases.base import BASES, options_of
 from headloom.contract.config import AttentionConfig
 
 COMMON: list[dict[str, Any]] = [
@@ -37,6 +37,7 @@ def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
     """
     params = []
     common = len(dataclasses.fields(AttentionConfig))
+    shared = set(options_of(base for base in BASES if not issubclass(BASES[base].options, AttentionConfig)))
     for name, info in mechanisms.items():
         cls, tiny = info.config_cls, info.config_cls.tiny
         found = {"tiny": tiny()}
@@ -45,7 +46,7 @@ def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
             found.setdefault(label(tiny(), config), config)
         hints = typing.get_type_hints(cls)
         # adds no option: its own test has them all against the oracle
-        plain = len(dataclasses.fields(cls)) == common + len(options_of(cls.bases))
+        plain = len({field.name for field in dataclasses.fields(cls)} - shared) == common
         changes = COMMON[:PLAIN] if plain or lean else list(COMMON)
         for field in dataclasses.fields(cls)[common if lean else 0 :] if not plain else ():
             # "packed" projections are made by hl.pack_bits from trained ones, with tests of their own

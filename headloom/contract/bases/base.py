@@ -39,6 +39,8 @@ class Base(abc.ABC, Generic[C]):
     options: ClassVar[type[CommonOptions]] = CommonOptions
     #: the options of a small config for tests
     tiny: Mapping[str, Any] = MappingProxyType({})
+    #: fields of `CommonOptions` that it settles itself, whatever a model's config says of its own attention
+    settles: tuple[str, ...] = ()
     #: the slot that a position rotates, in its first `rotary_dim` features
     turned: str
 

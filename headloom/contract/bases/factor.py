@@ -31,6 +31,7 @@ class FactorBase(Base[FactorOptions]):
 
     options = FactorOptions
     tiny = MappingProxyType({"q_rank": 5, "k_rank": 2, "v_rank": 3})
+    settles = ("num_kv_heads", "qk_norm")
     turned = "k_b"
 
     def check_heads(self, config: CommonOptions) -> None:

@@ -26,6 +26,7 @@ class GroupedBase(Base[CommonOptions]):
     def __init__(self, number: Literal["any", "each", "one"], tiny: Mapping[str, Any] | None = None):
         self.number = number
         self.tiny = tiny or {}
+        self.settles = () if number == "any" else ("num_kv_heads",)
 
     def kv_heads(self, config: CommonOptions) -> int:
         return 1 if self.number == "one" else config.num_heads

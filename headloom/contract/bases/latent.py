@@ -31,6 +31,7 @@ class LatentBase(Base[LatentOptions]):
 
     options = LatentOptions
     tiny = MappingProxyType({"latent_dim": 11, "rotary_dim": 4, "plain_dim": 7, "q_rank": 5})
+    settles = ("num_kv_heads", "qk_norm", "rotary_dim")
     turned = "k_r"
 
     def check_heads(self, config: CommonOptions) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from headloom.core.errors import HeadloomError
 from headloom.hf.model.family import Decoder
@@ -11,6 +11,7 @@ from headloom.hf.model.family import Decoder
 class Gemma2(Decoder):
     name = "gemma2"
     attention = "Gemma2Attention"
+    head_dim_names: ClassVar[tuple[str, ...]] = ("query_pre_attn_scalar",)
 
     def causal(self, config: Any) -> bool:
         return not config.use_bidirectional_attention

@@ -12,6 +12,7 @@ class Gemma3(Decoder):
     name = "gemma3_text"
     attention = "Gemma3Attention"
     layout = Separate(norm="head")
+    head_dim_names: ClassVar[tuple[str, ...]] = ("query_pre_attn_scalar",)
     refused: ClassVar[dict[str, str]] = {
         "gemma3": "image tokens see each other both ways, by masks of its own. Load the text model alone "
         "(AutoModelForCausalLM of a 'gemma3_text' checkpoint)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from headloom.core.errors import HeadloomError
 from headloom.hf.model.family import Family
@@ -15,6 +15,10 @@ class GPT2(Family):
     layers_path = "h"
     attention_path = "attn"
     layout = Fused(qkv="c_attn", out="c_proj", dropout="resid_dropout", conv1d=True)
+    size_names: ClassVar[dict[str, str]] = {"intermediate_size": "n_inner"}
+
+    def feed_forward_width(self, config: Any) -> int:
+        return config.n_inner or 4 * config.n_embd
 
     def common(self, config: Any, index: int) -> dict[str, Any]:
         for switch in ("add_cross_attention", "reorder_and_upcast_attn"):

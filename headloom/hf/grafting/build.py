@@ -1,4 +1,5 @@
-"""Our own models: a Llama (or Mixtral) from transformers whose every layer has a Headloom attention.
+"""Our own models: a Llama (or Mixtral) from transformers, or the model of a Hugging Face config, whose layers have a
+Headloom attention.
 
 They are initialised by (seed, name)."""
 
@@ -10,13 +11,13 @@ from typing import Any
 
 import torch
 
-from headloom.contract.config import AttentionConfig
 from headloom.core.errors import HeadloomError
+from headloom.hf.grafting.backbone import complete, config_of, keeping_enough, sized
 from headloom.hf.model.attention import spec_of
-from headloom.hf.model.config import OWN_ROTARY, config_class, grafted_config
-from headloom.hf.model.family import family_named
+from headloom.hf.model.config import OWN_PROJECTIONS, OWN_ROTARY, config_class, grafted_config
+from headloom.hf.model.family import Family, family_named
 from headloom.hf.model.rope import to_parameters
-from headloom.mechanism import layer_config
+from headloom.mechanism import built_config, layer_config
 from headloom.mechanism.schedules import as_spec, layers_of, whole
 from headloom.ops.seeding import seeded_by_name
 
@@ -61,34 +62,27 @@ def build_model(
     Raises:
         HeadloomError: unknown names, sizes that do not fit, or a number of specs that is not the number of layers.
     """
-    from transformers.initialization import no_init_weights
-
-    from headloom.hf.model.classes import model_class, register_heads
-
-    sized = {"vocab_size": vocab_size, "num_layers": num_layers, "intermediate_size": intermediate_size}
-    for name, value in {**sized, "max_positions": max_positions}.items():
+    given = {"vocab_size": vocab_size, "num_layers": num_layers, "intermediate_size": intermediate_size}
+    for name, value in {**given, "max_positions": max_positions}.items():
         whole(name, value)
-    for name, token in (("pad", pad_token_id), ("bos", bos_token_id), ("eos", eos_token_id)):
-        if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
-            raise HeadloomError(f"{name}_token_id must be an id below vocab_size {vocab_size} or None, not {token!r}")
+    tokens = _tokens(vocab_size, pad_token_id=pad_token_id, bos_token_id=bos_token_id, eos_token_id=eos_token_id)
     if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
         raise HeadloomError(f"rope_scaling must be a mapping like {{'rope_type': ...}} or None, not {rope_scaling!r}")
     if type(tie_embeddings) is not bool:
         raise HeadloomError(f"tie_embeddings must be true or false, not {tie_embeddings!r}")
     place = _device(device)
     backbone = family_named(family)
-    names, made = _layers(
-        specs,
-        num_layers,
-        max_positions,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
+    shared = {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
         **({} if num_kv_heads is None else {"num_kv_heads": num_kv_heads}),
         **({} if head_dim is None else {"head_dim": head_dim}),
-        norm_eps=norm_eps,
-        rope_theta=rope_theta,
-        rope_scaling=_scaling(rope_scaling, max_positions),
-    )
+        "norm_eps": norm_eps,
+        "rope_theta": rope_theta,
+        "rope_scaling": _scaling(rope_scaling, max_positions),
+    }
+    named = _specs(specs, num_layers, max_positions)
+    made = [layer_config(name, shared, options) for name, options in named]
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -102,23 +96,72 @@ def build_model(
         "tie_word_embeddings": tie_embeddings,
         "rope_parameters": to_parameters(rope_theta, rope_scaling),
         "attention_dropout": made[0].dropout,
-        "pad_token_id": pad_token_id,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
+        **tokens,
     }
     routed = _experts(experts=experts, experts_per_token=experts_per_token)
     config = config_class(backbone.name)(**backbone.own_config(sizes, [c.window for c in made], routed))
-    layers = [spec_of(backbone, config, i, c, name) for i, (name, c) in enumerate(zip(names, made, strict=True))]
-    register_heads(backbone)
-    cls = model_class(backbone.name, backbone.head_classes()["AutoModelForCausalLM"])
+    layers = [spec_of(backbone, config, i, c, name) for i, ((name, _), c) in enumerate(zip(named, made, strict=True))]
+    return _initialised(backbone, grafted_config(config, layers, rotary=OWN_ROTARY), seed, place)
+
+
+def build_around(
+    specs: Spec | str | Sequence[Spec],
+    backbone: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    tokens: int,
+    num_kv_heads: int | None = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    pad_token_id: int | None = None,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    **sizes: int,
+) -> Any:
+    """The causal language model of a Hugging Face config with other attentions: a `HeadloomGPT2LMHeadModel`, say, in
+    float32, in training mode. All but the attention is the family's, its initialisation included.
+
+    Args:
+        specs: as `build_model`; what they leave open is what the config says about its own attention.
+        backbone: the config's fields, as `read_backbone` gives them.
+        tokens: the context, from which a schedule takes its windows and which learned positions must hold.
+        num_kv_heads: G for all layers that leave it open; None: the config's, where the mechanism can have it.
+        sizes: over the config's: num_layers, hidden_size, num_heads, head_dim, intermediate_size.
+    Raises:
+        HeadloomError: as `build_model`, and sizes or a context that the family cannot have.
+    """
+    for name, value in {"vocab_size": vocab_size, "tokens": tokens, **sizes}.items():
+        whole(name, value)
+    special = _tokens(vocab_size, pad_token_id=pad_token_id, bos_token_id=bos_token_id, eos_token_id=eos_token_id)
+    backbone = complete(backbone)
+    place, family = _device(device), family_named(backbone["model_type"])
+    config = config_of(sized(backbone, **sizes), tokens=tokens, vocab_size=vocab_size, **special)
+    named = _specs(specs, config.num_hidden_layers, tokens)
+    more = {} if num_kv_heads is None else {"num_kv_heads": num_kv_heads}
+    facts = [{**family.common(config, index), **more} for index in range(len(named))]
+    made = [built_config(name, fact, options) for fact, (name, options) in zip(facts, named, strict=True)]
+    config = keeping_enough(family, config, [c.window for c in made])
+    layers = [spec_of(family, config, i, c, name) for i, ((name, _), c) in enumerate(zip(named, made, strict=True))]
+    return _initialised(family, grafted_config(config, layers, projections=OWN_PROJECTIONS), seed, place)
+
+
+def _initialised(family: Family, config: Any, seed: int, place: torch.device) -> Any:
+    """The model of a grafted config, every tensor drawn from a generator seeded by (seed, its name)."""
+    from transformers.initialization import no_init_weights
+
+    from headloom.hf.model.classes import model_class, register_heads
+
+    register_heads(family)
+    cls = model_class(family.name, family.head_classes()["AutoModelForCausalLM"])
     where = place if place.type == "meta" else contextlib.nullcontext()
     with torch.random.fork_rng(devices=[]), where, no_init_weights():
-        model = cls(grafted_config(config, layers, rotary=OWN_ROTARY))
+        model = cls(config)
     if place.type != "meta":
         with seeded_by_name(model, seed):
             model.initialize_weights()
     elif model._can_set_experts_implementation():  # the others read how many tokens an expert got
         model.set_experts_implementation("batched_mm")
+    model.loss_type = "ForCausalLM"  # transformers finds it by the class's name, but not by GPT-2's
     model.tie_weights()
     return model.to(place)
 
@@ -130,12 +173,12 @@ def _device(given: Any) -> torch.device:
         raise HeadloomError(f"device must be one that PyTorch has here (cpu, cuda, meta), not {given!r}") from None
 
 
-def _layers(specs: Any, num_layers: int, max_positions: int, **sizes: Any) -> tuple[list[str], list[AttentionConfig]]:
-    """Mechanism names and configs, one per layer."""
+def _specs(specs: Any, num_layers: int, tokens: int) -> list[Spec]:
+    """A mechanism's name and options for every layer."""
     if isinstance(specs, str):
         specs = (specs, {})
     if isinstance(specs, tuple) and len(specs) == 2 and isinstance(specs[0], str):
-        specs = layers_of(*as_spec(specs), num_layers=num_layers, tokens=max_positions)
+        specs = layers_of(*as_spec(specs), num_layers=num_layers, tokens=tokens)
     if not isinstance(specs, Sequence):
         raise HeadloomError(f"give a mechanism's name, (name, options), or a list of one per layer, not {specs!r}")
     specs = [as_spec(spec) for spec in specs]
@@ -144,7 +187,15 @@ def _layers(specs: Any, num_layers: int, max_positions: int, **sizes: Any) -> tu
             f"{len(specs)} specs came for {num_layers} layers: give one for all, one per layer, or repeat a pattern "
             "with hl.schedule(pattern, num_layers=...)"
         )
-    return [name for name, _ in specs], [layer_config(name, sizes, options) for name, options in specs]
+    return specs
+
+
+def _tokens(vocab_size: int, **special: int | None) -> dict[str, int | None]:
+    """The special tokens, each an id of the vocabulary or None."""
+    for name, token in special.items():
+        if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
+            raise HeadloomError(f"{name} must be an id below vocab_size {vocab_size} or None, not {token!r}")
+    return special
 
 
 def _scaling(rope_scaling: dict[str, Any] | None, max_positions: int) -> dict[str, Any] | None:

@@ -134,11 +134,11 @@ def _plain(family: Family, layer: nn.Module, kv_heads: int | None = None) -> Pla
     attention: Any = family.attention_of(layer)
     if all(hasattr(attention, name) for name in family.layout.inputs):
         found = family.layout.weights(attention, kv_heads)
-    else:  # a base of its own makes the queries
+    else:  # projections of its own
         found = {
-            name: (p.weight, p.bias) for name in "kv" if (p := getattr(attention, f"{name}_proj", None)) is not None
+            name: (p.weight, p.bias) for name in "qkv" if (p := getattr(attention, f"{name}_proj", None)) is not None
         }
-    out = family.output_of(layer)
+    out = getattr(attention, "o_proj", None) or family.output_of(layer)
     found.setdefault("o", (out.weight, out.bias))
     if isinstance(attention, GraftedAttention):
         return attention.fold_into(found)  # type: ignore[attr-defined]

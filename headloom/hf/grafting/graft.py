@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from headloom.hf.model.classes import grafted_class
 from headloom.hf.model.config import grafted_config
 from headloom.hf.model.family import Family, attentions, family_named
 from headloom.hf.model.mixin import Graft
+from headloom.hf.places import read_layers
 from headloom.mechanism import layer_config, make_config, mechanisms
 from headloom.mechanism.schedules import as_spec
 
@@ -166,18 +166,8 @@ def parse_layers(layers: str | int | Iterable[int] | None, count: int) -> list[i
     """
     if layers is None:
         return list(range(count))
-    found: list[int] = []
     if isinstance(layers, str):
-        for part in layers.split(","):
-            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-            if match is None:
-                raise HeadloomError(
-                    f"layers '{layers}' cannot be read at '{part}': write indices and ranges, \"0-3,8\""
-                )
-            first, last = int(match[1]), int(match[2] or match[1])
-            if last < first:
-                raise HeadloomError(f"layers '{layers}': the range {part.strip()} runs backwards")
-            found += range(first, last + 1)
+        found = read_layers(layers)
     elif isinstance(layers, Iterable):
         found = list(layers)
     else:

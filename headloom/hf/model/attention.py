@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headloom.contract.config import AttentionConfig
 from headloom.core.errors import HeadloomError
-from headloom.hf.model.config import FAMILY_ROTARY
+from headloom.hf.model.config import FAMILY_PROJECTIONS, FAMILY_ROTARY, OWN_PROJECTIONS
 from headloom.hf.model.family import Family
 from headloom.hf.model.layouts import Misfit
 from headloom.hf.model.masks import alone, is_all
@@ -38,6 +38,9 @@ class GraftedAttention:
 
     own_window: int | None = None
     """A window that the family's config does not know, so that masks made by transformers do not hold it."""
+
+    closing: str | None = None
+    """The family's dropout after the output, by its name here, where the projections are not the family's."""
 
     def forward(
         self,
@@ -74,6 +77,8 @@ class GraftedAttention:
                 cache=view,
             )
         out, weights = found if with_weights else (found, None)
+        if self.closing is not None:
+            out = self.get_submodule(self.closing)(out)  # type: ignore[attr-defined]
         hand_over(weights)
         return out, weights
 
@@ -109,8 +114,8 @@ def spec_of(family: Family, config: Any, index: int, made: AttentionConfig, mech
 def make_attention(family: Family, config: Any, index: int, spec: dict[str, Any], old: nn.Module) -> Any:
     """The module for layer `index`, standing on the modules of `old`, the family's own attention.
 
-    Where a mechanism needs other projections it makes them itself, if the family names its own as we do; then its
-    `base` is not the family's layout. Raises HeadloomError otherwise.
+    Where a mechanism needs other projections it makes them itself, if the family names its own as we do, or the model
+    was built around it; then its `base` is not the family's layout. Raises HeadloomError otherwise.
     """
     from headloom.hf.model.classes import attention_class
 
@@ -118,16 +123,22 @@ def make_attention(family: Family, config: Any, index: int, spec: dict[str, Any]
         make_config(spec["mechanism"])  # raises with the near names
     made = attention_config(family, config, index, spec)
     cls, layout = attention_class(family.name, spec["mechanism"]), family.layout
+    own = config.headloom.get("projections", FAMILY_PROJECTIONS) == OWN_PROJECTIONS
     try:
+        if own and not layout.ours:
+            raise Misfit(f"its projections are not {family.name}'s")
         attention = cls(made, index, base=layout.taking(old))
         attention.base = layout
     except Misfit as problem:
-        if not layout.ours:
+        if not layout.ours and not own:
             raise HeadloomError(
                 f"layer {index}: {spec['mechanism']} cannot stand on {family.name}'s attention: {problem}"
             ) from None
         attention = cls(made, index)
         layout.give_norms(attention, old)
+        if layout.dropout is not None:
+            attention.add_module(layout.dropout, old.get_submodule(layout.dropout))
+            attention.closing = layout.dropout
     if made.window != family.common(config, index).get("window"):
         attention.own_window = made.window
     if config.headloom.get("rotary", FAMILY_ROTARY) == FAMILY_ROTARY and attention.rotary is not None:

@@ -17,11 +17,14 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from headloom.core.errors import HeadloomError
 from headloom.hf.model.family import Family, family_named
+from headloom.hf.places import MODEL_TYPE
 
-MODEL_TYPE = "headloom"
 FORMAT = 1
 FAMILY_ROTARY, OWN_ROTARY = "family", "own"
 """Whose cos and sin turn queries and keys: a graft repeats the original's rounding, our models keep wider tables."""
+FAMILY_PROJECTIONS, OWN_PROJECTIONS = "family", "own"
+"""Whose projections an attention has: a graft takes the original's; models that are built around an attention have
+q_proj, k_proj, v_proj and o_proj in every family, so that all variants start from the same ones."""
 
 
 def sentence(family: str) -> str:
@@ -114,11 +117,20 @@ def config_class(family_name: str) -> Any:
     return strict(type(f"Headloom{base.__name__}", (GraftConfig, base), body))
 
 
-def grafted_config(config: Any, layers: Sequence[dict[str, Any] | None], *, rotary: str = FAMILY_ROTARY) -> Any:
+def grafted_config(
+    config: Any,
+    layers: Sequence[dict[str, Any] | None],
+    *,
+    rotary: str = FAMILY_ROTARY,
+    projections: str = FAMILY_PROJECTIONS,
+) -> Any:
     """A copy of a family's config, of our class, that says what each layer is (None: the family's own attention)."""
     values = config.to_dict()
     cls = config_class(values["model_type"])
-    out = cls.from_dict({**values, MODEL_TYPE: {"format": FORMAT, "rotary": rotary, "layers": list(layers)}})
+    said = {"format": FORMAT, "rotary": rotary, "layers": list(layers)}
+    if projections != FAMILY_PROJECTIONS:
+        said["projections"] = projections
+    out = cls.from_dict({**values, MODEL_TYPE: said})
     out._attn_implementation_internal = config._attn_implementation
     out._experts_implementation_internal = config._experts_implementation
     out._name_or_path = config._name_or_path

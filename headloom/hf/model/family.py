@@ -44,6 +44,15 @@ class Family(abc.ABC):
     passes_positions = True
     """Whether the layers are told `position_ids`."""
 
+    size_names: ClassVar[dict[str, str]] = {}
+    """Sizes that its config has under another name than Llama's, beside those that its class translates itself."""
+
+    free_head_dim = False
+    """Whether a head may be of any width; else the heads fill the model's."""
+
+    head_dim_names: ClassVar[tuple[str, ...]] = ()
+    """Fields of its config that follow the width of a head where they are equal to it."""
+
     refused: ClassVar[dict[str, str]] = {}
     """model_type of relatives that cannot be grafted -> why, and what can."""
 
@@ -69,12 +78,16 @@ class Family(abc.ABC):
         return getattr(modelling, self.attention)
 
     def as_own(self, attention: nn.Module) -> nn.Module:
-        """What a grafted attention took from the family, under the family's class, by which it initialises."""
+        """What a grafted attention took from the family, under the family's class, by which it initialises. Of one with
+        projections of its own, the one that reads the heads."""
         cls: Any = self.attention_class()
-        own = cls.__new__(cls)
+        own, layout = cls.__new__(cls), self.layout
         nn.Module.__init__(own)
-        for name in self.layout.names:
-            own.add_module(name, attention.get_submodule(name))
+        if getattr(attention, "base", None) is layout:
+            for name in layout.names:
+                own.add_module(name, attention.get_submodule(name))
+        elif layout.out is not None:
+            own.add_module(layout.out, attention.get_submodule("o_proj"))
         return own
 
     @functools.cache  # noqa: B019  a family is made once
@@ -108,6 +121,9 @@ class Family(abc.ABC):
         """The projection that reads the concatenated heads, inside the attention or beside it."""
         return getattr(self.attention_of(layer), str(self.layout.out))
 
+    def feed_forward_width(self, config: Any) -> int:
+        return config.intermediate_size
+
     def own_config(
         self, sizes: dict[str, Any], windows: Sequence[int | None], experts: Mapping[str, int]
     ) -> dict[str, Any]:
@@ -122,6 +138,8 @@ class Family(abc.ABC):
 
 class Decoder(Family):
     """What Llama and the families after it share: their config's names, rotary over whole heads, causality."""
+
+    free_head_dim = True
 
     def common(self, config: Any, index: int) -> dict[str, Any]:
         rope_theta, rope_scaling = from_parameters(self.rope(config, index), config.max_position_embeddings)

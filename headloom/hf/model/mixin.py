@@ -84,7 +84,7 @@ class Graft:
         fresh = [a for a in self.grafted() if not all(_loaded(p) for p in a.parameters())]
         super().initialize_weights()  # type: ignore[misc]
         for attention in fresh:
-            if attention.base is self.family.layout:
+            if attention.base is self.family.layout or not self.family.layout.ours:
                 self._init_weights(self.family.as_own(attention))  # type: ignore[attr-defined]
             kept = [(p, p.clone()) for p in attention.parameters() if _loaded(p)]
             with in_width_of(next(attention.parameters()).dtype):

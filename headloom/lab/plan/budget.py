@@ -16,7 +16,7 @@ from typing import Any
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.spec.resolved import FIELDS, Shape
-from headloom.lab.spec.sizes import gated_width
+from headloom.lab.spec.sizes import feed_forward
 
 TOLERANCE = 0.005
 WIDEST = 1 << 24
@@ -43,9 +43,8 @@ def turned(shape: Shape, knob: str, value: int) -> Shape:
     counts in pairs of features a head, and the width of a head and the feed-forward's follow it."""
     if knob == "width":
         width = 2 * shape.num_heads * value
-        return shape.model_copy(
-            update={"hidden_size": width, "head_dim": 2 * value, "intermediate_size": gated_width(width)}
-        )
+        inner = feed_forward(shape.intermediate_size, shape.hidden_size, width)
+        return shape.model_copy(update={"hidden_size": width, "head_dim": 2 * value, "intermediate_size": inner})
     return shape.model_copy(update={FIELDS[knob][0]: value})
 
 

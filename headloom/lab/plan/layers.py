@@ -9,35 +9,43 @@ from headloom.core.errors import HeadloomError
 from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, VariantSpec
 
 if TYPE_CHECKING:
+    from headloom.mechanism import AttentionConfig
     from headloom.train import RunConfig
 
 
 def attention_config(spec: StudySpec, variant: VariantSpec, shape: Shape | None = None) -> dict[str, Any]:
     """The resolved attention; a HeadloomError names the variant whose options do not fit.
 
-    {"attention": the config of every layer} for a mechanism. For a schedule "attention" is what its layers share, and
-    "layers" what else each kind of layer is: {"0-3,5-8": {"mechanism": ..., option: value}}.
+    {"attention": the config of every layer} for a mechanism. For a schedule, and in a backbone with several kinds of
+    layers, "attention" is what all layers share, and "layers" what else each kind is: {"0-3,5-8": {"mechanism": ...,
+    option: value}}.
     """
     from headloom.core.config import fields_of
-    from headloom.mechanism import AttentionConfig, layer_config
+    from headloom.mechanism import AttentionConfig
     from headloom.mechanism.schedules import option_classes, places
 
     shape = shape or variant.shape
     try:
-        specs = layer_specs(variant, shape)
-        made = [layer_config(name, shared(spec, shape), options) for name, options in specs]
+        made = layer_configs(spec, variant, shape)
         classes = option_classes(variant.mechanism)
+        every = [config.to_dict() for _, config in made]
         if len(classes) == 1:
-            return {"attention": made[0].to_dict()}
-        of_schedule, common = fields_of(classes[0]), fields_of(AttentionConfig)
-        given = {k: v for k, v in variant.options.items() if k in common and k not in of_schedule}
-        alike = AttentionConfig(**{**shared(spec, shape), **given}).to_dict()
+            alike = {key: value for key, value in every[0].items() if all(one[key] == value for one in every)}
+            if len(alike) == len(every[0]):
+                return {"attention": alike}
+        else:
+            of_schedule, common = fields_of(classes[0]), fields_of(AttentionConfig)
+            given = {k: v for k, v in variant.options.items() if k in common and k not in of_schedule}
+            facts = shared(spec, shape)
+            alike = AttentionConfig(**{**facts[0], **given}).to_dict()
+            for name in [n for n in facts[0] if n not in given and any(one[n] != facts[0][n] for one in facts)]:
+                del alike[name]
     except HeadloomError as error:
         raise HeadloomError(f"{variant.label}: {error}") from None
     kinds: dict[str, list[int]] = {}
     layers = [
-        {"mechanism": name, **{k: v for k, v in config.to_dict().items() if k not in alike or alike[k] != v}}
-        for (name, _), config in zip(specs, made, strict=True)
+        {"mechanism": name, **{k: v for k, v in config.items() if k not in alike or alike[k] != v}}
+        for (name, _), config in zip(made, every, strict=True)
     ]
     for index, layer in enumerate(layers):
         kinds.setdefault(repr(layer), []).append(index)
@@ -51,16 +59,23 @@ def layer_specs(variant: VariantSpec, shape: Shape) -> list[tuple[str, dict[str,
     return layers_of(variant.mechanism, variant.options, num_layers=shape.num_layers, tokens=shape.tokens)
 
 
-def shared(spec: StudySpec, shape: Shape) -> dict[str, Any]:
-    """What the model gives the attention of every layer."""
-    return {
-        "hidden_size": shape.hidden_size,
-        "num_heads": shape.num_heads,
-        "head_dim": shape.head_dim,
-        "rope_theta": spec.rope_theta,
-        **({} if spec.rope_scaling is None else {"rope_scaling": spec.rope_scaling}),
-        "norm_eps": spec.norm_eps,
-    }
+def layer_configs(spec: StudySpec, variant: VariantSpec, shape: Shape) -> list[tuple[str, AttentionConfig]]:
+    """(mechanism, its config) of every layer."""
+    from headloom.mechanism import built_config
+
+    layers = zip(layer_specs(variant, shape), shared(spec, shape), strict=True)
+    return [(name, built_config(name, facts, options)) for (name, options), facts in layers]
+
+
+def shared(spec: StudySpec, shape: Shape) -> list[dict[str, Any]]:
+    """What the model says about the attention of every layer."""
+    sizes = {"hidden_size": shape.hidden_size, "num_heads": shape.num_heads, "head_dim": shape.head_dim}
+    if spec.backbone is None:
+        return [{**sizes, "rope_theta": spec.rope_theta}] * shape.num_layers
+    from headloom.hf.grafting.backbone import attention_facts
+
+    sizes |= {"num_layers": shape.num_layers, "intermediate_size": shape.intermediate_size}
+    return attention_facts(spec.backbone, tokens=shape.tokens, **sizes)
 
 
 def allowed_differences(spec: StudySpec) -> set[str]:
@@ -77,7 +92,7 @@ def allowed_differences(spec: StudySpec) -> set[str]:
     moved = {field for name in (*knobs, *spec.axes) for field in FIELDS[name]}
     rate = {"learning_rate"} if spec.has_grid else set()
     follow = moved & {"num_heads", "head_dim", "hidden_size"}
-    follow |= {"value_dim", "rotary_dim"} if "head_dim" in moved else set()
+    follow |= {"value_dim", "rotary_dim", "scale"} if "head_dim" in moved else set()
     attention = {f"attention.{name}" for name in (own - common) | follow}
     return {"mechanism", "layers.", "seed"} | moved | rate | attention
 
@@ -85,11 +100,16 @@ def allowed_differences(spec: StudySpec) -> set[str]:
 def meaningless(spec: StudySpec) -> dict[str, set[str]]:
     """By label, the keys of the attention that make no difference: its mechanism has no use for them, or they follow
     from its base."""
-    from headloom.mechanism import layer_config, mechanisms
+    from headloom.mechanism import mechanisms
 
-    alone = [v for v in spec.variants if v.mechanism in mechanisms()]
-    made = {v.label: layer_config(v.mechanism, shared(spec, v.shape), v.options) for v in alone}
-    return {label: {f"attention.{name}" for name in {*c.without, *c.base_fields}} for label, c in made.items()}
+    found = {}
+    for v in spec.variants:
+        if v.mechanism in mechanisms():
+            (_, config), *_ = layer_configs(spec, v, v.shape)
+            facts = shared(spec, v.shape)[0]
+            unused = facts.keys() - config.adopted(facts, v.options).keys()
+            found[v.label] = {f"attention.{name}" for name in {*config.without, *config.base_fields, *unused}}
+    return found
 
 
 def run_config(
@@ -98,18 +118,17 @@ def run_config(
     """One run's configuration."""
     from headloom.train import RunConfig
 
-    # `rope_theta` is the model's: layers read it from there, so that all of them turn alike.
-    specs = [
-        (name, {option: value for option, value in options.items() if option != "rope_theta"})
-        for name, options in layer_specs(variant, shape)
-    ]
+    specs = layer_specs(variant, shape)
+    if spec.backbone is None:
+        # `rope_theta` is the model's: layers read it from there, so that all of them turn alike.
+        specs = [(name, {key: value for key, value in given.items() if key != "rope_theta"}) for name, given in specs]
+        theta = variant.options.get("rope_theta", spec.rope_theta)
+        model = {"tie_embeddings": spec.tie_embeddings, "rope_theta": theta}
+    else:
+        model = {"backbone": spec.backbone}
     return RunConfig(
         name=f"{variant.label}-seed{seed}",
         specs=specs[:1] if all(layer == specs[0] for layer in specs) else specs,
-        tie_embeddings=spec.tie_embeddings,
-        rope_theta=variant.options.get("rope_theta", spec.rope_theta),
-        rope_scaling=spec.rope_scaling,
-        norm_eps=spec.norm_eps,
         device=spec.device,
         learning_rate=spec.learning_rates[0] if learning_rate is None else learning_rate,
         warmup_steps=shape.warmup_steps,
@@ -119,6 +138,7 @@ def run_config(
         compile=spec.compile,
         evaluations=spec.evaluations,
         checkpoint_activations=spec.checkpoint_activations,
+        **model,
         **shape.model_dump(),
     )
 
@@ -147,9 +167,13 @@ def training_flops(
 
 def attention_costs(spec: StudySpec, variant: VariantSpec, shape: Shape) -> dict[str, float]:
     """Of all layers' attention: forward FLOPs per token (visible pairs), and the cache's bytes."""
-    from headloom.costs.count import layer_costs
+    from headloom.costs.count import config_cost
 
-    layers = layer_costs(layer_specs(variant, shape), tokens=shape.tokens, **shared(spec, shape))
+    configs = [config for _, config in layer_configs(spec, variant, shape)]
+    known = {
+        repr(config): config_cost(config, tokens=shape.tokens) for config in {repr(c): c for c in configs}.values()
+    }
+    layers = [known[repr(config)] for config in configs]
     return {
         "attention_flops_per_token": sum(layer.flops_exact for layer in layers) / shape.tokens,
         "cache_bytes_per_token": sum(layer.cache_bytes_per_token for layer in layers),

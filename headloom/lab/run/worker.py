@@ -5,7 +5,7 @@
     stdout   {"ready"} | {"pid"} | {"step", "loss"} | {"done": result} | {"failed": reason} | {"ended": wait status}
 
 A run that crashes takes only its own process with it. When stdin ends, because the study is over or was killed, every
-process here ends without a word: nobody trains for a study that is gone.
+process here ends without a word: nobody trains for a study that is gone. A run whose worker was killed ends too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import pickle
+import select
 import sys
 import threading
 from contextlib import ExitStack, suppress
@@ -37,9 +38,10 @@ def main(bundle_file: str) -> None:
     _tell(channel, {"ready": os.getpid()})
     while line := _line():
         job = Job(**json.loads(line))
+        own = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _child(job, bundle, channel)
+            _child(job, bundle, channel, own)
         _tell(channel, {"pid": pid})
         _, status = os.waitpid(pid, 0)
         _tell(channel, {"ended": status})
@@ -56,13 +58,13 @@ def _line() -> bytes:
     return found
 
 
-def _child(job: Any, bundle: Any, channel: IO[str]) -> None:
+def _child(job: Any, bundle: Any, channel: IO[str], parent: int) -> None:
     from headloom.core.locks import locked
     from headloom.lab.run.work import Failed, work
 
     status, hold = 1, ExitStack()
     try:
-        threading.Thread(target=_watch, daemon=True).start()
+        threading.Thread(target=_watch, args=[parent], daemon=True).start()
         if job.folder is not None:
             # a run of a study that was just killed may be a moment from its end
             hold.enter_context(locked(Path(job.folder), wait=True))
@@ -87,9 +89,14 @@ def _child(job: Any, bundle: Any, channel: IO[str]) -> None:
         os._exit(status)
 
 
-def _watch() -> None:
-    if not os.read(0, 1):
-        os._exit(1)
+def _watch(parent: int) -> None:
+    """End the run when the study is gone, and within a second when the worker is: while a run lives, the study hears
+    nothing of its worker's end."""
+    while os.getppid() == parent:
+        ready, _, _ = select.select([0], [], [], 1.0)
+        if ready and not os.read(0, 1):
+            break
+    os._exit(1)
 
 
 def _tell(channel: IO[str], message: dict[str, Any]) -> None:

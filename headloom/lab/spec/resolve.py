@@ -9,11 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from headloom.core.errors import HeadloomError, near
+from headloom.lab.spec.names import check_name
 from headloom.lab.spec.options import parse_options, show
 from headloom.lab.spec.resolved import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, VariantSpec, one_line
-from headloom.lab.spec.sizes import Size, gated_width, get_size
+from headloom.lab.spec.sizes import Size, feed_forward, gated_width, get_size
 from headloom.lab.spec.study import Entry, Study
-from headloom.lab.spec.variants import Variant, defaults, labelled, parse_variant, with_defaults
+from headloom.lab.spec.variants import Variant, defaults, labelled, parse_variant, split_variant, with_defaults
 from headloom.train import tracking
 from headloom.train.config import evaluation_bytes
 
@@ -32,9 +33,15 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
     tracking.check_name(study.engine.track)
     seeds = _seeds(study)
     entries = [Entry(use=v.text) for v in variants] if variants is not None else list(study.variants)
-    backbone = _backbone(study.config)
-    made, reference = _variants(study, size, entries, variants, backbone)
     rates = study.learning_rates or (size.learning_rate,)
+    if len(set(rates)) < len(rates):
+        raise HeadloomError(f"learning_rates {list(rates)} holds one twice: give each once")
+    if study.extend_grid and len(rates) == 1:
+        raise HeadloomError("extend_grid goes on beyond a grid, and there is one rate: give two learning_rates or more")
+    for name in (*study.options, *(split_variant(entry.use)[0] for entry in entries)):
+        check_name(name)  # before torch is imported for options and configs
+    backbone, sizes = _backbone(study.config)
+    made, reference = _variants(study, size, entries, variants, sizes)
     whole = study.validation_bytes or size.validation_bytes
     shortest = min(variant.shape.tokens_trained for variant in made if variant.against is None)
     try:
@@ -57,10 +64,9 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
                 for budget in study.budgets
             ),
             axes=study.axes,
-            tie_embeddings=backbone.get("tie_embeddings", size.tie_embeddings),
-            rope_theta=backbone.get("rope_theta", size.rope_theta),
-            rope_scaling=backbone.get("rope_scaling"),
-            norm_eps=backbone.get("norm_eps", 1e-6),
+            tie_embeddings=size.tie_embeddings if backbone is None else None,
+            rope_theta=size.rope_theta if backbone is None else None,
+            backbone=backbone,
             config=study.config,
             seeds=seeds,
             grid_seeds=min(study.grid_seeds or len(seeds), len(seeds)),
@@ -81,20 +87,18 @@ def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | 
         )
     except ValidationError as error:
         raise HeadloomError(one_line(error)) from None
-    if len(set(rates)) < len(rates):
-        raise HeadloomError(f"learning_rates {list(rates)} holds one twice: give each once")
-    if spec.extend_grid and not spec.has_grid:
-        raise HeadloomError("extend_grid goes on beyond a grid, and there is one rate: give two learning_rates or more")
     check_budgets(spec)
     return spec
 
 
-def _backbone(config: str | None) -> dict[str, Any]:
+def _backbone(config: str | None) -> tuple[dict[str, Any] | None, dict[str, int]]:
+    """The fields of a Hugging Face config, and its sizes as `Shape` names them."""
     if config is None:
-        return {}
-    from headloom.hf.grafting.backbone import read_backbone
+        return None, {}
+    from headloom.hf.grafting.backbone import read_backbone, sizes_of
 
-    return read_backbone(config)
+    found = read_backbone(config)
+    return found, sizes_of(found)
 
 
 def cores() -> int:
@@ -124,7 +128,7 @@ def _variants(
     size: Size,
     entries: Sequence[Entry],
     parsed: Sequence[Variant] | None,
-    config: Mapping[str, Any],
+    config: Mapping[str, int],
 ) -> tuple[list[VariantSpec], str]:
     """Every entry, swept, in every group; and the label of the (first) reference."""
     options = {name: parse_options(name, given.items()) for name, given in study.options.items()}
@@ -227,11 +231,11 @@ _OF_CONFIG = {
 
 
 def shape_of(
-    study: Study, size: Size, settings: Mapping[str, int], label: str, config: Mapping[str, Any] | None = None
+    study: Study, size: Size, settings: Mapping[str, int], label: str, config: Mapping[str, int] | None = None
 ) -> Shape:
     """The size's shape, with a Hugging Face config's, the study's backbone and a variant's own settings over it.
 
-    Another width takes its gated feed-forward with it, and another number of heads or width the width of a head, unless
+    Another width takes its feed-forward with it, and another number of heads or width the width of a head, unless
     they are given too.
     """
     backbone = {name: value for name, value in study.backbone.model_dump().items() if value is not None}
@@ -239,8 +243,8 @@ def shape_of(
     base = {name: config[field] for field, name in _OF_CONFIG.items()} if config else {}
     if any(given.get(name, base.get(name)) != base.get(name) for name in ("width", "heads")):
         base.pop("head_dim", None)  # it follows
-    if given.get("width", base.get("width")) != base.get("width"):
-        base.pop("F", None)
+    if base and "width" in given:
+        base["F"] = feed_forward(base["F"], base["width"], given["width"])
     given = {**base, **given}
     width, heads = given.get("width", size.hidden_size), given.get("heads", size.num_heads)
     if "head_dim" not in given and width % heads:
@@ -282,9 +286,24 @@ def check_budgets(spec: StudySpec) -> None:
             if spec.target(budget, variant) is None:
                 continue
             for knob in budget.knobs_of(variant):
+                if knob == "heads":
+                    _check_heads(spec, variant)
                 _check_knob(variant, budget, knob, turned, kept)
                 turned[knob] = budget.match
             kept.append(budget.match)
+
+
+def _check_heads(spec: StudySpec, variant: VariantSpec) -> None:
+    if spec.backbone is None:
+        return
+    from headloom.hf.model.family import family_named
+
+    family = family_named(spec.backbone["model_type"])
+    if not family.free_head_dim:
+        raise HeadloomError(
+            f"{variant.label}: the heads of a {family.name} model fill its width, so their number cannot be turned "
+            "while each keeps its width: turn another knob"
+        )
 
 
 def _check_knob(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -105,7 +106,8 @@ class BudgetSpec(_Strict):
 class StudySpec(_Strict):
     """A study: variants, what is equal among them, and how often and how they are trained.
 
-    config: the Hugging Face config that sizes, norms and rotary were read from. device: None: CUDA where there is one.
+    backbone: the fields of a Hugging Face config around whose model every variant is built, read from `config`; it says
+    itself whether embeddings are tied, and how positions rotate. device: None: CUDA where there is one.
     """
 
     kind: Literal["compare", "study"]
@@ -117,10 +119,9 @@ class StudySpec(_Strict):
     reference: str
     budgets: tuple[BudgetSpec, ...]
     axes: tuple[Axis, ...]
-    tie_embeddings: bool
-    rope_theta: float = Field(gt=0)
-    rope_scaling: dict[str, Any] | None = None
-    norm_eps: float = Field(default=1e-6, gt=0)
+    tie_embeddings: bool | None
+    rope_theta: float | None = Field(gt=0)
+    backbone: dict[str, Any] | None = None
     config: str | None = None
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(min_length=1)
     grid_seeds: Count
@@ -165,10 +166,27 @@ class StudySpec(_Strict):
         return len(self.learning_rates) > 1
 
 
+def place_of(keys: Sequence[str | int]) -> str:
+    """Where in a study file a value stands, in words.
+
+    >>> place_of(["backbone", "layers"]), place_of(["learning_rates", 1]), place_of(["variants", 0, "use"])
+    ('backbone.layers', 'entry 2 of learning_rates', 'use in entry 1 of variants')
+    """
+    found = ""
+    for key in keys:
+        if isinstance(key, int):
+            found = f"entry {key + 1} of {found}"
+        elif found.startswith("entry "):
+            found = f"{key} in {found}"
+        else:
+            found = f"{found}.{key}" if found else str(key)
+    return found
+
+
 def one_line(error: ValidationError) -> str:
     """Pydantic's complaint as one line: the field, what is allowed, what came."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the study"
+    where = place_of(first["loc"]) or "the study"
     message = first["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     return f"{where}: {message}, not {first['input']!r}"

@@ -61,6 +61,16 @@ def gated_width(hidden_size: int) -> int:
     return max(8, 8 * round(hidden_size / 3))
 
 
+def feed_forward(inner: int, hidden_size: int, other: int) -> int:
+    """The feed-forward's width in a model of width `other` that is `inner` in one of `hidden_size`: the usual gated one
+    where that is the usual one, else in proportion.
+
+    >>> feed_forward(2048, 768, 1024), feed_forward(3072, 768, 1024)
+    (2728, 4096)
+    """
+    return gated_width(other) if inner == gated_width(hidden_size) else max(1, round(inner * other / hidden_size))
+
+
 def _gpt3(name: str, layers: int, width: int, heads: int, learning_rate: float, tied: bool = True) -> Size:
     source = "GPT-3 shape (arXiv:2005.14165), followed by SAS (arXiv:2507.07694)"
     return Size(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from headloom.core.errors import HeadloomError, near
-from headloom.lab.spec.resolved import Axis, Knob, Match, one_line
+from headloom.lab.spec.resolved import Axis, Knob, Match, one_line, place_of
 from headloom.train.config import EVALUATIONS
 
 if TYPE_CHECKING:
@@ -112,8 +112,9 @@ class Engine(_Written):
 class Study(_Written):
     """A study. Values left out are the size's.
 
-    config: a Hugging Face config (a folder, or its JSON) whose sizes, norms and rotary stand over the size's, and
-    `backbone` over both. device: where runs train; auto: CUDA where there is one.
+    config: a Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with another
+    attention; its sizes stand over the size's, and `backbone` over both. device: where runs train; auto: CUDA where
+    there is one.
     text_column: of tables and data sets, the column that holds the text (None: "text"). options: mechanism ->
     options for every variant of it. axes: what variants may be set apart in besides the mechanism and the knobs.
     groups: settings of axes; every variant is run in each and compared within it. reference: the label the others
@@ -239,5 +240,6 @@ def _explain(error: ValidationError) -> str:
     first = unknown[0]
     known = _PARTS.get(str(first["loc"][0]), Study) if len(first["loc"]) > 1 else Study
     name, names = str(first["loc"][-1]), list(known.model_fields)
-    where = ".".join(map(str, first["loc"]))
-    return f"unknown key '{where}'.{near(name, names)} Known: {', '.join(names)}"
+    where = place_of(first["loc"][:-1])
+    where = f" in {where}" if where else ""
+    return f"unknown key '{name}'{where}.{near(name, names)} Known: {', '.join(names)}"

@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from headloom.core.errors import HeadloomError, near
+from headloom.lab.spec.names import check_name
 from headloom.lab.spec.options import parse_options, pieces, show, split_pair
 
 # What every layer of every variant takes from the model's size: a variant that sets one is not a variant of attention.
@@ -73,23 +74,38 @@ def _pair(given: Any) -> tuple[str, Mapping[str, Any]]:
     raise HeadloomError(f"a variant must be a text like iha:pseudo_heads=2, or (name, options), not {given!r}")
 
 
-def parse_variant(text: Given) -> Variant:
-    """One variant from "iha:pseudo_heads=2:order=token", or of a mechanism and its options."""
+def split_variant(text: Given) -> tuple[str, list[tuple[str, Any]]]:
+    """("iha", [("pseudo_heads", "2")]) from "iha:pseudo_heads=2", or of a mechanism and its options. The name is one
+    that there is; options are not looked at."""
     if not isinstance(text, str):
         mechanism, options = _pair(text)
-        return Variant(mechanism, parse_options(mechanism, options.items()))
-    mechanism, *pairs = (part.strip() for part in pieces(text, ":"))
-    if not mechanism:
-        raise HeadloomError(f"a variant must look like name:option=value:..., not '{text}'")
-    found = (split_pair(pair, f"an option of {mechanism}") for pair in pairs)
-    return Variant(mechanism, parse_options(mechanism, found))
+        found = list(options.items())
+    else:
+        mechanism, *pairs = (part.strip() for part in pieces(text, ":"))
+        if not mechanism:
+            raise HeadloomError(f"a variant must look like name:option=value:..., not '{text}'")
+        found = [split_pair(pair, f"an option of {mechanism}") for pair in pairs]
+    check_name(mechanism)
+    return mechanism, found
+
+
+def parse_variant(text: Given) -> Variant:
+    """One variant from "iha:pseudo_heads=2:order=token", or of a mechanism and its options."""
+    mechanism, pairs = split_variant(text)
+    return Variant(mechanism, parse_options(mechanism, pairs))
 
 
 def parse_settings(settings: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Options for every variant of a name: `["iha.pseudo_heads=2"]`, or {"iha": {"pseudo_heads": 2}}."""
+    return {name: parse_options(name, pairs) for name, pairs in split_settings(settings).items()}
+
+
+def split_settings(settings: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[str, Any]]]:
+    """{"iha": [("pseudo_heads", "2")]} from settings; the names are ones that there are, options are not looked at."""
     pairs: dict[str, list[tuple[str, Any]]] = {}
     if isinstance(settings, Mapping):
-        return {name: parse_options(name, _pair((name, given))[1].items()) for name, given in settings.items()}
+        pairs = {name: list(_pair((name, given))[1].items()) for name, given in settings.items()}
+        settings = ()
     if isinstance(settings, str):
         raise HeadloomError(f"settings must be a list of texts like iha.pseudo_heads=2, not the text '{settings}'")
     for setting in settings:
@@ -98,7 +114,9 @@ def parse_settings(settings: Sequence[str] | Mapping[str, Mapping[str, Any]]) ->
         if not dot or not mechanism or not name:
             raise HeadloomError(f"--set must look like name.option=value (iha.pseudo_heads=2, say), not '{setting}'")
         pairs.setdefault(mechanism, []).append((name, value))
-    return {mechanism: parse_options(mechanism, given) for mechanism, given in pairs.items()}
+    for mechanism in pairs:
+        check_name(mechanism)
+    return pairs
 
 
 def parse_variants(
@@ -118,6 +136,21 @@ def parse_variants(
     An option that neither gives is taken from defaults.toml, then from the mechanism. Raises HeadloomError for unknown
     names (with the near ones), for duplicates, for fewer than `at_least`, and for options that belong to the size.
     """
+    given = check_variants(variants, settings, at_least=at_least)
+    parsed = [parse_variant(one) for one in given]
+    chosen = parse_settings(settings)
+    complete = [with_defaults(variant, chosen.get(variant.mechanism, {})) for variant in parsed]
+    labels = labelled(complete)
+    return [replace(variant, label=label) for variant, label in zip(complete, labels, strict=True)]
+
+
+def check_variants(
+    variants: str | Sequence[Given] | None,
+    settings: Sequence[str] | Mapping[str, Mapping[str, Any]] = (),
+    *,
+    at_least: int = 2,
+) -> Sequence[Given]:
+    """The variants one by one, refused as `parse_variants` does for all but their options: torch is not imported."""
     given: Any = defaults().variants if variants is None else variants
     if isinstance(given, str):
         given = [text for text in pieces(given, ",") if text.strip()]
@@ -127,18 +160,15 @@ def parse_variants(
         least = "two variants" if at_least == 2 else "one variant"
         texts = ",".join(one if isinstance(one, str) else str(one[0]) for one in given)
         raise HeadloomError(f"a comparison needs at least {least}, not {len(given)} ('{texts}')")
-    parsed = [parse_variant(one) for one in given]
-    chosen = parse_settings(settings)
-    for mechanism in chosen:
-        names = [variant.mechanism for variant in parsed]
+    names = [split_variant(one)[0] for one in given]
+    for mechanism, pairs in split_settings(settings).items():
         if mechanism not in names:
+            setting = next((name for name, _ in pairs), "")
             raise HeadloomError(
-                f"--set {mechanism}.{next(iter(chosen[mechanism]))} sets nothing: the variants are {', '.join(names)}."
+                f"--set {mechanism}.{setting} sets nothing: the variants are {', '.join(names)}."
                 f"{near(mechanism, names)}"
             )
-    complete = [with_defaults(variant, chosen.get(variant.mechanism, {})) for variant in parsed]
-    labels = labelled(complete)
-    return [replace(variant, label=label) for variant, label in zip(complete, labels, strict=True)]
+    return given
 
 
 def refuse_duplicates(resolved: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:

@@ -53,5 +53,6 @@ def test_saved_and_loaded_by_the_familys_own_class(name, base, plain, batch, nea
     again = type(base()).from_pretrained(tmp_path, dtype=torch.float64).eval()
     if again._can_set_experts_implementation():
         again.set_experts_implementation("eager")
-    # a model made in float32 and cast holds rounded constants, a loaded one does not
-    near(again(ids).logits.detach(), model(ids).logits.detach(), allowed=1e-6)
+    # a model made in float32 and cast holds constants rounded to it, a loaded one does not: some twenty in each of its
+    # three layers (Gemma 2 and ModernBERT also compute in float32 there)
+    near(again(ids).logits.detach(), model(ids).logits.detach(), allowed=64 * torch.finfo(torch.float32).eps)
