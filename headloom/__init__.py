@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headloom.costs.count import cost
     from headloom.hf import build_model, fold, graft, mix_names, parameter_groups
     from headloom.lab.compare import compare
-    from headloom.lab.spec.study import Study
+    from headloom.lab.study import Study
     from headloom.mechanism import Attention, Maps, attention, foldable, make_config, maps, mechanisms, register
     from headloom.mechanism.schedules import schedule, schedules
     from headloom.ops.bit import pack_bits
@@ -40,7 +40,7 @@ _PLACES = {
     **dict.fromkeys(("HeadloomError", "RunError"), ("headloom.core.errors", None)),
     **dict.fromkeys(("build_model", "fold", "graft", "mix_names", "parameter_groups"), ("headloom.hf", None)),
     "compare": ("headloom.lab.compare", None),
-    "Study": ("headloom.lab.spec.study", None),
+    "Study": ("headloom.lab.study", None),
     "pack_bits": ("headloom.ops.bit", None),
     "Cache": ("headloom.ops.cache", None),
     **dict.fromkeys(("Causal", "Dense", "Documents", "Exactly", "Padding", "Window"), ("headloom.ops.masks", None)),

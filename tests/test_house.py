@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,19 @@ ROOT = Path(headloom.__file__).parent
 REPOSITORY = ROOT.parent
 FLOORS = {
     "core": 0,
-    "ops": 1,
-    "contract": 2,
-    "mechanism": 3,
-    "hf": 4,
-    "costs": 5,
-    "data": 5,
-    "evaluate": 5,
-    "train": 5,
-    "bench": 6,
-    "lab": 6,
-    "report": 6,
-    "cli": 7,
+    "records": 1,
+    "ops": 2,
+    "contract": 3,
+    "mechanism": 4,
+    "hf": 5,
+    "costs": 6,
+    "data": 6,
+    "evaluate": 6,
+    "train": 6,
+    "bench": 7,
+    "lab": 7,
+    "report": 7,
+    "cli": 8,
 }
 # train sets a run up from its data and scores it; lab measures steps: the only neighbours that may be used
 NEIGHBOURS = {("train", "data"), ("train", "evaluate"), ("evaluate", "data"), ("lab", "report"), ("lab", "bench")}
@@ -62,6 +64,55 @@ def test_imports_point_down(path: Path):
         assert FLOORS[other] < FLOORS[own], f"{own} (floor {FLOORS[own]}) imports {name} (floor {FLOORS[other]})"
 
 
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module and package."""
+    return {
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
+    }
+
+
+def edges() -> dict[str, set[str]]:
+    """Module -> the modules it imports, wherever in its file: at its top, in a function, or for type checkers only."""
+    known = modules()
+    found: dict[str, set[str]] = {name: set() for name in known}
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names if alias.name in known}
+            elif isinstance(node, ast.ImportFrom) and node.module in known:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[name] |= {other if other in known else node.module for other in whole}
+    return found
+
+
+# (who, whom): imports that close a circle and are to go
+CLOSING: set[tuple[str, str]] = {
+    ("headloom.contract.bases", "headloom.contract.attention"),
+}
+
+
+def test_no_import_circle_between_files():
+    without = {name: {other for other in others if (name, other) not in CLOSING} for name, others in edges().items()}
+    TopologicalSorter(without).prepare()  # raises CycleError, which names the files of a circle
+
+
+def room(module: str) -> str:
+    """lab and hf have rooms: folders inside the folder."""
+    parts = module.split(".")
+    depth = 3 if parts[1:2] in (["lab"], ["hf"]) else 2
+    return ".".join(parts[:depth])
+
+
+@pytest.mark.parametrize("within", [lambda module: ".".join(module.split(".")[:2]), room], ids=["folders", "rooms"])
+def test_no_import_circle_between_folders(within):
+    between: dict[str, set[str]] = {}
+    for name, others in edges().items():
+        if name != "headloom":  # the public names, of all floors
+            mine = between.setdefault(within(name), set())
+            mine |= {within(other) for other in others if (name, other) not in CLOSING} - {within(name)}
+    TopologicalSorter(between).prepare()
+
+
 def test_every_folder_has_a_floor():
     folders = {p.parent.name for p in ROOT.glob("*/__init__.py")}
     assert folders <= set(FLOORS)
@@ -74,6 +125,14 @@ def test_lower_floors_need_torch_alone(floor: str):
     for path in (ROOT / floor).rglob("*.py"):
         foreign = {name.split(".")[0] for name in imported(path)} - allowed
         assert not foreign, f"{path.name} imports {foreign}"
+
+
+def test_records_need_no_torch_at_all():
+    allowed = {"pydantic", "numpy", "headloom", "__future__"} | set(sys.stdlib_module_names)
+    for path in (ROOT / "records").rglob("*.py"):
+        names = imported(path)
+        assert not (foreign := {name.split(".")[0] for name in names} - allowed), f"{path.name} imports {foreign}"
+        assert {folder(name) for name in names} <= {None, "core", "records"}, path.name
 
 
 def test_transformers_is_known_from_hf_up_only():

@@ -57,13 +57,13 @@ def run(
     """Run a study, or what is left of it: the same command over the same folder goes on where it was stopped."""
     from headloom.lab.compare import Interrupted, run_study
     from headloom.lab.run.progress import Bar
-    from headloom.lab.spec.study import Study
+    from headloom.lab.spec.study import WrittenStudy
 
     given = {"engine.name": engine, "engine.address": address, "engine.track": track, "evaluations": evaluations}
     settings = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
     bar = Bar()
     with only_json_on_stdout(as_json) as stdout:
-        written = Study.from_yaml(study, size=size, settings=settings)
+        written = WrittenStudy.from_yaml(study, size=size, settings=settings)
         words = ["headloom", "study", "run", study, *(["--size", size] if size else [])]
         words += [word for setting in settings for word in ("--set", setting)]
         try:
@@ -148,9 +148,9 @@ def list_studies(as_json: Json = False) -> None:
     from rich.table import Table
 
     from headloom.lab.spec.ready import read_mapping, ready_studies
-    from headloom.lab.spec.study import Study
+    from headloom.lab.spec.study import WrittenStudy
 
-    found = [Study(**read_mapping(name)) for name in ready_studies()]
+    found = [WrittenStudy(**read_mapping(name)) for name in ready_studies()]
     if as_json:
         sizes = {s.name: [s.size, *s.sizes] for s in found}
         print_json([{"name": s.name, "title": s.title, "question": s.question, "sizes": sizes[s.name]} for s in found])

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.plan.folder import open_folder, refuse_other
-from headloom.lab.plan.growth import differing_specs
 from headloom.lab.plan.plan import Plan, make_plan
+from headloom.lab.run.folder import open_folder, refuse_other
+from headloom.lab.run.growth import differing_specs
 from headloom.lab.run.progress import Progress, told
 from headloom.lab.run.runner import Comparison, Interrupted, Runner
 from headloom.lab.spec.resolve import resolve, shape_of
 from headloom.lab.spec.resolved import StudySpec, identity
 from headloom.lab.spec.sizes import Size, get_size
-from headloom.lab.spec.study import Budget, Engine, Study
+from headloom.lab.spec.study import Budget, EngineOptions, WrittenStudy
 from headloom.lab.spec.variants import Variant, check_variants, parse_variants
 from headloom.train.config import EVALUATIONS, check_device
 from headloom.train.tracking import check_name
@@ -131,7 +131,7 @@ def compare(
 
 
 def run_study(
-    study: Study,
+    study: WrittenStudy,
     *,
     command: str | None = None,
     out: str | Path | None = None,
@@ -153,7 +153,7 @@ def run_study(
         return _run(study, resolve(study), command, out, study.name, progress, report)
 
 
-def check_places(study: Study) -> None:
+def check_places(study: WrittenStudy) -> None:
     """Refuse what can be known to be wrong from names, paths and this machine, before anything is read or built."""
     from headloom.data import check_corpus, check_tokenizer
 
@@ -170,7 +170,7 @@ def check_places(study: Study) -> None:
 
 
 def _run(
-    study: Study,
+    study: WrittenStudy,
     spec: StudySpec,
     command: str | None,
     out: str | Path | None,
@@ -225,7 +225,7 @@ def comparison_study(
     engine: str = "local",
     track: str | None = None,
     **same: Any,
-) -> Study:
+) -> WrittenStudy:
     """A comparison as a study: equal parameters by the feed-forward width, equal steps, one learning rate.
 
     same: other keys of a study, as they are.
@@ -234,7 +234,7 @@ def comparison_study(
     if type(seeds) is not int or not 1 <= seeds <= 1000:
         raise HeadloomError(f"seeds must be a number of seeds from 1 to 1000, not {seeds!r}")
     try:
-        place = Engine(name=engine, track=track)  # type: ignore[arg-type]
+        place = EngineOptions(name=engine, track=track)  # type: ignore[arg-type]
     except ValueError:
         raise HeadloomError(f"engine must be local or inline, not '{engine}'") from None
     written: dict[str, Any] = {
@@ -257,7 +257,7 @@ def comparison_study(
         **same,
     }
     try:
-        return Study(**written)
+        return WrittenStudy(**written)
     except HeadloomError as error:  # the study's keys are this function's arguments, but for this one
         line = str(error).removeprefix("study: ").replace("entry 1 of learning_rates:", "learning_rate:")
         line = line.removeprefix("backbone.")

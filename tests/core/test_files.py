@@ -15,6 +15,7 @@ from headloom.core.files import (
     replaced,
     whole_folder,
     write_bytes,
+    write_csv,
     write_json,
     write_text,
 )
@@ -129,3 +130,8 @@ def test_a_folder_is_whole_or_absent_and_nobody_elses_is_touched(tmp_path):
     with pytest.raises(HeadloomError, match="cannot be written"), whole_folder(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / "whole").exists() and (tmp_path / "out.partial" / "thesis.tex").read_text() == "mine"
+
+
+def test_csv_quotes(tmp_path):
+    write_csv(tmp_path / "a.csv", ("x", "y"), [("a,b", 1), ('say "hi"', None)])
+    assert (tmp_path / "a.csv").read_text() == 'x,y\n"a,b",1\n"say ""hi""",\n'

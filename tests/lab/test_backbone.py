@@ -15,8 +15,8 @@ from headloom.lab.plan import layers
 from headloom.lab.plan.layers import meta_model, run_config
 from headloom.lab.spec.resolve import resolve
 from headloom.lab.spec.resolved import StudySpec
-from headloom.lab.spec.study import Study
 from headloom.lab.spec.variants import parse_variants
+from headloom.lab.study import Study
 from headloom.train import RunConfig
 from headloom.train.run import build
 

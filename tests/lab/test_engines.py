@@ -124,12 +124,12 @@ def test_workers_that_do_not_start_are_refused(tmp_path, monkeypatch):
 
 
 def test_the_engine_is_the_one_that_is_named():
-    assert isinstance(open_engine(study.Engine(name="local", workers=3), None, threads=1), Local)
-    assert open_engine(study.Engine(name="local", workers=3), None, threads=1)._most == 3
-    monkey = open_engine(study.Engine(), None, threads=10_000)
+    assert isinstance(open_engine(study.EngineOptions(name="local", workers=3), None, threads=1), Local)
+    assert open_engine(study.EngineOptions(name="local", workers=3), None, threads=1)._most == 3
+    monkey = open_engine(study.EngineOptions(), None, threads=10_000)
     assert monkey._most == 1  # as many as fit, and one at least
     with pytest.raises(HeadloomError, match="engine"):
-        study.Study(variants=("mha", "iha"), engine={"name": "slurm"})
+        study.WrittenStudy(variants=("mha", "iha"), engine={"name": "slurm"})
 
 
 def test_what_is_a_failure_of_a_run_and_what_is_ours(monkeypatch, tmp_path):

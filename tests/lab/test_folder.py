@@ -4,7 +4,8 @@ import pytest
 
 from headloom.core.errors import HeadloomError
 from headloom.core.files import write_json
-from headloom.lab.plan.folder import open_folder, slug, write_csv
+from headloom.lab.plan.places import slug
+from headloom.lab.run.folder import open_folder
 
 
 def hold(path, study_hash, **resolved):
@@ -55,11 +56,6 @@ def test_the_default_name_counts_up_and_finds_its_own_study_again(tmp_path, monk
     assert str(open_folder(None, "one", {})) == "headloom-compare"
     assert str(open_folder(None, "two", {})) == "headloom-compare-2"
     assert str(open_folder(None, "three", {})) == "headloom-compare-3"
-
-
-def test_csv_quotes(tmp_path):
-    write_csv(tmp_path / "a.csv", ("x", "y"), [("a,b", 1), ('say "hi"', None)])
-    assert (tmp_path / "a.csv").read_text() == 'x,y\n"a,b",1\n"say ""hi""",\n'
 
 
 @pytest.mark.parametrize(

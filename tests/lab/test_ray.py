@@ -18,7 +18,8 @@ from headloom.lab.run.engines import Listener
 from headloom.lab.run.engines import cluster as engines
 from headloom.lab.run.progress import Progress
 from headloom.lab.run.work import Bundle, Failed, Foreign, Job
-from headloom.lab.spec.study import Engine, Study
+from headloom.lab.spec.study import EngineOptions
+from headloom.lab.study import Study
 
 pytestmark = pytest.mark.ray
 
@@ -119,7 +120,7 @@ def test_a_run_that_hangs_is_seen_and_killed(cluster, tmp_path, monkeypatch):
     bundle = Bundle(None, None, None, (Foreign("hangs_at_once", "None", str(tmp_path / "hangs.py")),))
     run = Job("stuck", "train", str(tmp_path / "r"), {"run": {"device": "cpu"}})
     with (
-        engines.RayEngine(bundle, Engine(name="ray", timeout=0.5), threads=1) as engine,
+        engines.RayEngine(bundle, EngineOptions(name="ray", timeout=0.5), threads=1) as engine,
         pytest.raises(Failed, match=r"stuck: timed out after \d+ s \(engine.timeout\)"),
     ):
         engine.one(run)

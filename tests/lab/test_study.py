@@ -10,7 +10,7 @@ from headloom.lab.plan.budget import TOLERANCE
 from headloom.lab.plan.plan import make_plan
 from headloom.lab.spec.ready import ready_studies
 from headloom.lab.spec.resolve import resolve
-from headloom.lab.spec.study import Study
+from headloom.lab.study import Study
 
 SMALL = {
     "backbone": {"layers": 1, "width": 32, "heads": 2},

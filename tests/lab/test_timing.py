@@ -5,7 +5,7 @@ import pytest
 from headloom.core.errors import HeadloomError
 from headloom.lab.plan.timing import Measured, match_time
 from headloom.lab.spec.resolve import resolve
-from headloom.lab.spec.study import Study
+from headloom.lab.study import Study
 
 
 def spec(*variants, **values):

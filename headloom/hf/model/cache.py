@@ -41,7 +41,7 @@ FOREIGN = (
 UNWRITTEN = "the 4-D mask shows places of the cache that no token stands at: hide them"
 
 
-def pack(slots: Slots) -> tuple[Tensor, Tensor]:
+def as_pair(slots: Slots) -> tuple[Tensor, Tensor]:
     """Slots (B, heads, T, width) -> two tensors (B, n, T, w1), (B, n, T, w2) of one head count n.
 
     Two slots of equal head count pass as they are. Otherwise the first half of the slots goes into the first tensor
@@ -58,8 +58,8 @@ def pack(slots: Slots) -> tuple[Tensor, Tensor]:
     return torch.cat(flat[:half], -1), torch.cat(flat[half:], -1)
 
 
-def unpack(first: Tensor, second: Tensor, shapes: dict[str, Shape]) -> Slots:
-    """The inverse of `pack`: `shapes` names each slot's (heads, width)."""
+def from_pair(first: Tensor, second: Tensor, shapes: dict[str, Shape]) -> Slots:
+    """The inverse of `as_pair`: `shapes` names each slot's (heads, width)."""
     names = list(shapes)
     if len(names) == 2 and shapes[names[0]][0] == shapes[names[1]][0]:
         return {names[0]: first, names[1]: second}
@@ -77,7 +77,10 @@ def unpack(first: Tensor, second: Tensor, shapes: dict[str, Shape]) -> Slots:
 
 
 class ConstantLayer(CacheLayerMixin):
-    """One layer's state of constant size in a transformers cache: it counts tokens, and beams reorder it."""
+    """One layer's state of constant size in a transformers cache (linear attention). It counts the tokens it has seen.
+
+    Methods are those of transformers' `CacheLayerMixin`; the rows of a batch are reordered and repeated as beams ask.
+    """
 
     is_sliding = False
 
@@ -86,10 +89,12 @@ class ConstantLayer(CacheLayerMixin):
         self.seen: Seen | None = None
 
     def hold(self, seen: Seen) -> None:
+        """Take the place of the state so far."""
         self.seen, self.is_initialized = seen, True
         self.dtype, self.device = next(iter(seen.slots.values())).dtype, seen.positions_BS.device
 
     def nbytes(self) -> int:
+        """Bytes of the state."""
         return 0 if self.seen is None else sum(x.numel() * x.element_size() for x in self.seen.slots.values())
 
     def get_seq_length(self) -> int:
@@ -105,9 +110,11 @@ class ConstantLayer(CacheLayerMixin):
         """Nothing: `hold` gives the state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raises HeadloomError: there is no place for keys and values."""
         raise HeadloomError("this layer remembers a state of constant size and takes no keys and values")
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Raises HeadloomError: the state is of all tokens together."""
         raise HeadloomError(
             "a state of constant size cannot be cropped: it holds no single tokens. Decode without assisted generation"
         )
@@ -229,7 +236,7 @@ class HFCache(Cache):
         layers[layer].hold(state)
 
     def append(self, layer: int, new: Seen) -> Seen:
-        pair = pack(new.slots)
+        pair = as_pair(new.slots)
         past = self._continue(layer, new, pair)
         keys, values = self.cache.update(*pair, layer)
         S = past + new.positions_BS.shape[-1]
@@ -238,7 +245,7 @@ class HFCache(Cache):
         return self.seen(keys[:, :, used], values[:, :, used], new, past)
 
     def peek(self, layer: int, new: Seen) -> Seen:
-        keys, values = pack(new.slots)
+        keys, values = as_pair(new.slots)
         past = self._continue(layer, new, (keys, values))
         if past:
             stored = self._stored(layer)
@@ -255,10 +262,11 @@ class HFCache(Cache):
         positions, documents = new.positions_BS, new.documents_BS
         if past:
             positions, documents = torch.cat(self._positions(positions, past), 1), None
-        return Seen(unpack(keys, values, shapes), positions, documents)
+        return Seen(from_pair(keys, values, shapes), positions, documents)
 
     def _positions(self, positions: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Of the cached tokens, counted back over real tokens from this call's first real one, and of this call's."""
+        """(positions of the cached tokens, of this call's): the first are counted back over tokens that are no
+        padding, from this call's first such token."""
         if self.real is None:
             return positions[:, :1] + torch.arange(-past, 0, device=positions.device), positions
         rows = max(self.real.shape[0], positions.shape[0])
@@ -267,8 +275,10 @@ class HFCache(Cache):
         return first - real[:, :past].flip(1).cumsum(1).flip(1), positions
 
     def _continue(self, layer: int, new: Seen, pair: tuple[Tensor, Tensor]) -> int:
-        """The cached tokens before this call, once it is sure that this attention remembered them (`pair` is how it
-        remembers the new ones) and that none of them is of another document."""
+        """The number of cached tokens that this call continues. `pair`: how this attention stores its new ones.
+
+        Raises: HeadloomError for keys and values that another attention stored, and for another document's.
+        """
         past, documents = self.length(layer), new.documents_BS
         if past:
             self._check_own(layer, pair)

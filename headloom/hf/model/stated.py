@@ -1,4 +1,4 @@
-"""4-D masks that the caller gives: they are the last word, and the layers are told so once.
+"""4-D masks that the caller gives: used as they are, nothing is added.
 
 transformers hands such a mask to every layer as it is. But it also makes masks of that form itself: from a 2-D mask
 inside a model under "sdpa" and "eager", and before the call for `generate` with a static cache. Ours add the layer's
@@ -23,20 +23,20 @@ MADE = "made_mask"
 
 
 def is_4d(mask: Any) -> bool:
-    """Whether a mask, or one of several for each kind of layer, says for each pair of tokens who is seen."""
+    """Whether a mask, or one of a dict of masks by kind of layer, has four axes: a value for each pair of tokens."""
     if isinstance(mask, dict):
         return any(is_4d(one) for one in mask.values())
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
-def check(mask: Any, B: int, T: int, implementation: str, dtype: torch.dtype) -> Any:
+def read_mask(mask: Any, B: int, T: int, implementation: str, dtype: torch.dtype) -> Any:
     """The caller's mask in the form that the layers of `implementation` take: booleans under "headloom", floats under
     "eager", whose layers would add booleans to the scores as 0 and 1.
 
     Raises: HeadloomError for a shape or values that the layers cannot read.
     """
     if isinstance(mask, dict):
-        return {kind: check(one, B, T, implementation, dtype) for kind, one in mask.items()}
+        return {kind: read_mask(one, B, T, implementation, dtype) for kind, one in mask.items()}
     if mask is None:
         return None
     shape = tuple(mask.shape)

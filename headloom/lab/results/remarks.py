@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headloom.lab.plan.growth import kept_besides
+from headloom.lab.plan.places import ASIDE, RUNS
 from headloom.lab.spec.resolved import StudySpec
 
 
@@ -46,7 +46,9 @@ def _timing(timing: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _kept(folder: Path, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = kept_besides(folder, {run["folder"] for run in runs})
+    used = {run["folder"] for run in runs}
+    results = [path for place in (RUNS, ASIDE) for path in sorted((folder / place).glob("*/result.json"))]
+    found = [place for path in results if (place := str(path.parent.relative_to(folder))) not in used]
     if not found:
         return []
     named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

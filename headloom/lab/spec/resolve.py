@@ -9,11 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from headloom.core.errors import HeadloomError, near
+from headloom.core.machine import cores
 from headloom.lab.spec.names import check_name
 from headloom.lab.spec.options import parse_options, show
 from headloom.lab.spec.resolved import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, VariantSpec, one_line
 from headloom.lab.spec.sizes import Size, feed_forward, gated_width, get_size
-from headloom.lab.spec.study import Entry, Study
+from headloom.lab.spec.study import Entry, WrittenStudy
 from headloom.lab.spec.variants import Variant, defaults, labelled, parse_variant, split_variant, with_defaults
 from headloom.train import tracking
 from headloom.train.config import evaluation_bytes
@@ -21,7 +22,7 @@ from headloom.train.config import evaluation_bytes
 TOLERANCES = {"parameters": 0.005, "flops": 0.01, "cache": 0.01, "time": 0.01, "tokens": 0.01}
 
 
-def resolve(study: Study, *, kind: str = "study", variants: Sequence[Variant] | None = None) -> StudySpec:
+def resolve(study: WrittenStudy, *, kind: str = "study", variants: Sequence[Variant] | None = None) -> StudySpec:
     """The study with everything filled in.
 
     Args:
@@ -101,14 +102,7 @@ def _backbone(config: str | None) -> tuple[dict[str, Any] | None, dict[str, int]
     return found, sizes_of(found)
 
 
-def cores() -> int:
-    """Processor cores this process may use."""
-    from headloom.train.records import machine
-
-    return int(machine()["cores"])
-
-
-def _seeds(study: Study) -> tuple[int, ...]:
+def _seeds(study: WrittenStudy) -> tuple[int, ...]:
     given = study.seeds
     if isinstance(given, int):
         if not 1 <= given <= 1000:
@@ -124,7 +118,7 @@ def _seeds(study: Study) -> tuple[int, ...]:
 
 
 def _variants(
-    study: Study,
+    study: WrittenStudy,
     size: Size,
     entries: Sequence[Entry],
     parsed: Sequence[Variant] | None,
@@ -211,7 +205,7 @@ def _labels(expanded: Sequence[tuple[Entry, Variant, Mapping[str, int]]]) -> lis
     return names
 
 
-def _declared(study: Study, label: str, settings: Mapping[str, int]) -> None:
+def _declared(study: WrittenStudy, label: str, settings: Mapping[str, int]) -> None:
     for axis in settings:
         if axis not in study.axes:
             raise HeadloomError(
@@ -231,7 +225,7 @@ _OF_CONFIG = {
 
 
 def shape_of(
-    study: Study, size: Size, settings: Mapping[str, int], label: str, config: Mapping[str, int] | None = None
+    study: WrittenStudy, size: Size, settings: Mapping[str, int], label: str, config: Mapping[str, int] | None = None
 ) -> Shape:
     """The size's shape, with a Hugging Face config's, the study's backbone and a variant's own settings over it.
 

@@ -13,17 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from headloom.core.errors import HeadloomError, near
 from headloom.lab.spec.resolved import Axis, Knob, Match, one_line, place_of
 from headloom.train.config import EVALUATIONS
-
-if TYPE_CHECKING:
-    from headloom.lab.compare import Comparison
-    from headloom.lab.run.progress import Progress
 
 
 def _number(value: Any) -> Any:
@@ -94,7 +90,7 @@ class Backbone(_Written):
     F: Int | None = None
 
 
-class Engine(_Written):
+class EngineOptions(_Written):
     """Where runs go: "local" (a process each, `workers` at a time; None: cores / threads), "inline" (this process, for
     a debugger), or "ray" (`address` of a cluster; None: one on this machine). timeout: seconds a run may take. retries:
     of a run whose Ray worker died. checkpoint_seconds: training time between checkpoints. track: as --track.
@@ -109,8 +105,8 @@ class Engine(_Written):
     track: Text | None = None
 
 
-class Study(_Written):
-    """A study. Values left out are the size's.
+class WrittenStudy(_Written):
+    """A study as it is written (`hl.Study` is one that can be run). Values left out are the size's.
 
     config: a Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with another
     attention; its sizes stand over the size's, and `backbone` over both. device: where runs train; auto: CUDA where
@@ -158,7 +154,7 @@ class Study(_Written):
     dtype: Literal["float32", "bfloat16"] = "float32"
     compile: Literal["inductor", "aot_eager"] | None = None
     checkpoint_activations: Flag = False
-    engine: Engine = Engine()
+    engine: EngineOptions = EngineOptions()
     sizes: dict[str, dict[str, Any]] = {}
 
     def __init__(self, **values: Any) -> None:
@@ -212,14 +208,6 @@ class Study(_Written):
 
         return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
 
-    def run(
-        self, out: str | Path | None = None, *, progress: Progress | bool | None = None, report: bool = True
-    ) -> Comparison:
-        """Run it, or what is left of it, in the folder `out` (None: the study's name here, or the next free number)."""
-        from headloom.lab.compare import run_study
-
-        return run_study(self, out=out, progress=progress, report=report)
-
 
 def _merged(before: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(before)
@@ -230,7 +218,12 @@ def _merged(before: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-_PARTS: dict[str, type[BaseModel]] = {"variants": Entry, "budgets": Budget, "backbone": Backbone, "engine": Engine}
+_PARTS: dict[str, type[BaseModel]] = {
+    "variants": Entry,
+    "budgets": Budget,
+    "backbone": Backbone,
+    "engine": EngineOptions,
+}
 
 
 def _explain(error: ValidationError) -> str:
@@ -238,7 +231,7 @@ def _explain(error: ValidationError) -> str:
     if not unknown:
         return one_line(error)
     first = unknown[0]
-    known = _PARTS.get(str(first["loc"][0]), Study) if len(first["loc"]) > 1 else Study
+    known = _PARTS.get(str(first["loc"][0]), WrittenStudy) if len(first["loc"]) > 1 else WrittenStudy
     name, names = str(first["loc"][-1]), list(known.model_fields)
     where = place_of(first["loc"][:-1])
     where = f" in {where}" if where else ""

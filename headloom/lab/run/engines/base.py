@@ -1,16 +1,13 @@
-"""What an engine does, and the one that needs nothing: jobs one after the other in this process."""
+"""What an engine does: it takes jobs, and tells a listener what becomes of them."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from headloom.lab.run.work import Bundle, Failed, Job, work
-
-if TYPE_CHECKING:
-    from headloom.lab.spec import study
+from headloom.lab.run.work import Failed, Job
 
 
 class Listener:
@@ -63,33 +60,3 @@ class _One(Listener):
 
     def failed(self, job: Job, reason: str) -> None:
         self.reason = reason
-
-
-class Inline(Engine):
-    """In this process: for a debugger. A crash takes the study with it, and there is no timeout."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        self._bundle = bundle
-
-    def run(self, jobs: Sequence[Job], listener: Listener) -> None:
-        for job in jobs:
-            listener.started(job)
-            try:
-                result = work(job, self._bundle, lambda step, loss, job=job: listener.step(job, step, loss))  # type: ignore[misc]
-            except Failed as error:
-                listener.failed(job, str(error))
-            else:
-                listener.done(job, result)
-
-
-def open_engine(options: study.Engine, bundle: Bundle, *, threads: int) -> Engine:
-    """The engine of that name."""
-    if options.name == "inline":
-        return Inline(bundle)
-    if options.name == "ray":
-        from headloom.lab.run.engines.cluster import RayEngine
-
-        return RayEngine(bundle, options, threads=threads)
-    from headloom.lab.run.engines.local import Local
-
-    return Local(bundle, workers=options.workers, threads=threads, timeout=options.timeout)

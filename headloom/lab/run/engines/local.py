@@ -15,13 +15,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import headloom
 from headloom.core.errors import HeadloomError
 from headloom.core.files import saying_when_full
+from headloom.core.machine import cores
 from headloom.core.waiting import wait_briefly
 from headloom.lab.run.engines.base import Engine, Listener
 from headloom.lab.run.work import Bundle, Job
@@ -35,7 +36,7 @@ class Local(Engine):
     def __init__(self, bundle: Bundle, *, workers: int | None, threads: int, timeout: float | None = None) -> None:
         self._bundle, self._threads, self._timeout = bundle, threads, timeout
         self._gpus = _gpus()
-        self._most = workers or self._gpus or max(1, _cores() // threads)
+        self._most = workers or self._gpus or max(1, cores() // threads)
         self._slots: list[_Slot] = []
 
     def __enter__(self) -> Self:
@@ -85,7 +86,7 @@ class _Slot:
 
     def __init__(self, bundle: int, threads: int, gpu: int | None) -> None:
         self._bundle, self._arguments = bundle, [sys.executable, *WORKER, str(bundle)]
-        above = str(Path(headloom.__file__).parent.parent)
+        above = str(Path(str(files("headloom"))).parent)
         paths = dict.fromkeys([above, *filter(None, sys.path)])  # a user's mechanism is imported as here
         own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
         self._environment = wait_briefly({**os.environ, **own})
@@ -217,12 +218,6 @@ def _ended(code: int) -> str:
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _cores() -> int:
-    from headloom.lab.spec.resolve import cores
-
-    return cores()
 
 
 def _gpus() -> int:

@@ -1,38 +1,18 @@
-"""A study's folder: which one it is, what may be in it, and what its files are called."""
+"""A study's folder: which one it is, and what may be in it."""
 
 from __future__ import annotations
 
-import csv
-import io
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headloom.core.errors import HeadloomError
-from headloom.core.files import read_json, write_text
+from headloom.core.files import read_json
 from headloom.core.locks import LOCK
-from headloom.lab.plan.growth import differing_runs
+from headloom.lab.plan.places import RUNS, STUDY
+from headloom.lab.run.growth import differing_runs
 
 DEFAULT_NAME = "headloom-compare"
-STUDY = "study.json"
-
-
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    write_text(path, stream.getvalue())
-
-
-def slug(label: str) -> str:
-    """A label as a folder's name: letters, digits and `._=-`.
-
-    >>> slug("iha:order=token:pseudo_heads=2")
-    'iha-order=token-pseudo_heads=2'
-    """
-    return re.sub(r"[^A-Za-z0-9._=-]+", "-", label).strip("-.") or "variant"
 
 
 def open_folder(
@@ -54,7 +34,7 @@ def open_folder(
             number += 1
             folder = Path(f"{default}-{number}")
     try:
-        (folder / "runs").mkdir(parents=True, exist_ok=True)
+        (folder / RUNS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HeadloomError(f"'{folder}' cannot be written ({error.strerror}): choose another --out") from None
     return folder
@@ -85,8 +65,8 @@ def _what_else(folder: Path) -> str:
         return f"--out '{folder}' is a file: choose a new folder"
     if read_json(folder / STUDY) is not None:
         return ""
-    if any(entry.name not in (LOCK, "runs", "study.yaml") for entry in folder.iterdir()) or any(
-        (folder / "runs").glob("*")
+    if any(entry.name not in (LOCK, RUNS, "study.yaml") for entry in folder.iterdir()) or any(
+        (folder / RUNS).glob("*")
     ):
         return f"'{folder}' is not empty and holds no study: choose a new folder for --out"
     return ""
