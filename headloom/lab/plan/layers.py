@@ -81,12 +81,11 @@ def shared(spec: StudySpec, shape: Shape) -> list[dict[str, Any]]:
 def allowed_differences(spec: StudySpec) -> set[str]:
     """Keys in which runs may differ: the mechanism or schedule, its own options, the knobs, the declared axes, the
     learning rate where there is a grid of them, the seed."""
-    from headloom.contract.config import BASE_FIELDS
     from headloom.core.config import fields_of
     from headloom.mechanism import AttentionConfig
     from headloom.mechanism.schedules import option_classes
 
-    common = set(fields_of(AttentionConfig)) - {"base", "num_kv_heads", *BASE_FIELDS}
+    common = set(fields_of(AttentionConfig)) - {"base", "num_kv_heads"}
     classes = [cls for variant in spec.variants for cls in option_classes(variant.mechanism)]
     own = {name for config_cls in classes for name in fields_of(config_cls)}
     knobs = {knob for v in spec.variants for budget in spec.budgets for knob in budget.knobs_of(v)}
