@@ -82,7 +82,7 @@ def generate(
 def check_settings(
     *, max_new_tokens: int, temperature: float | None, top_p: float | None, beams: int, cache: str
 ) -> None:
-    """Refuse values of `generate` that are out of range."""
+    """Raise HeadloomError for values of `generate` that are out of range."""
     for name, value, right in (
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 1),
         ("beams", beams, beams >= 1),

@@ -5,8 +5,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from headloom.records.runs import RunResult
 from headloom.train.config import LayerSpec, RunConfig
-from headloom.train.records import RunResult
 
 if TYPE_CHECKING:
     from headloom.train.run import train

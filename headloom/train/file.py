@@ -22,14 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headloom.core.errors import HeadloomError, near
 from headloom.core.files import write_text
+from headloom.records.runs import RUN_YAML, RunResult
 from headloom.train import tracking
 from headloom.train.config import RunConfig, check_device, evaluation_bytes
-from headloom.train.records import RunResult
 
 if TYPE_CHECKING:
     from headloom.train.trainer import Progress
-
-FILE = "run.yaml"
 
 
 class Text(BaseModel):
@@ -55,7 +53,9 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise HeadloomError(f"'{path}' does not exist: give a run's YAML file (headloom train writes {FILE})") from None
+        raise HeadloomError(
+            f"'{path}' does not exist: give a run's YAML file (headloom train writes {RUN_YAML})"
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise HeadloomError(f"'{path}' cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
@@ -124,5 +124,5 @@ def train_text(
     result = train(run, data, tokenizer, folder, on_progress, **options)
     if writes_records():
         written = {**run.model_dump(mode="json", exclude_defaults=True), **text.model_dump()}
-        write_text(Path(folder) / FILE, yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
+        write_text(Path(folder) / RUN_YAML, yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
     return result

@@ -1,4 +1,4 @@
-"""`Graft`: the mixin that turns a family's model class into one whose attention is Headloom's."""
+"""`Graft`: the mixin of models whose attention is Headloom's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUPED_ALIGNMENT = 8  # 16 bytes of a half type
 
 
 class Graft:
-    """Before a family's head class: builds, initialises, masks and saves a model with grafted layers.
+    """Mixin before a family's model class: builds, initialises, calls, saves and loads a model with grafted layers.
 
     `config.headloom["layers"]` says per layer which mechanism it has, or None for the family's own attention. State
     dict names stay the family's (`model.layers.0.self_attn.q_proj.weight`), new ones beside them.
@@ -70,7 +70,7 @@ class Graft:
         return [a for a in attentions(self.family, self) if isinstance(a, GraftedAttention)]
 
     def keep_mixes_wide(self) -> None:
-        """Have the loader keep mixes in float32 whatever the model's type."""
+        """Tell transformers' loader to keep mixes in float32 whatever the model's type."""
         names = {name.rpartition(".")[0] for attention in self.grafted() for name in attention.no_decay()}
         names |= set(getattr(self, "_keep_in_fp32_modules_strict", None) or ())
         self._keep_in_fp32_modules_strict = {name for name in names if name}
@@ -78,7 +78,7 @@ class Graft:
     # ---- initialisation -------------------------------------------------------------------------------------------
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Whatever was not loaded: projections as the family does, what a mechanism adds as the mechanism does.
+        """Draw the weights that were not loaded: projections as the family does, the rest as the mechanism does.
 
         The loader marks loaded tensors; the family's `_init_weights` would draw a mechanism's own layers from its
         normal distribution, so these are reset after it. Loaded tensors are never touched.

@@ -1,4 +1,4 @@
-"""A static cache inside a compiled call: every token is the same graph.
+"""A static cache inside a compiled call, read so that one compiled graph serves every decoded token.
 
 A static layer hands out its whole room, filled from the front. How much of it is filled is a tensor, which a compiler
 cannot turn into a shape; so here the room is turned until this call's tokens stand last. What a mechanism sees then

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
+from headloom.core.machine import versions
 from headloom.lab.plan.budget import Match, solve
 from headloom.lab.plan.fairness import refuse_other_differences
 from headloom.lab.plan.layers import (
@@ -93,8 +94,6 @@ class Plan:
     def resolved(self) -> dict[str, Any]:
         """What makes study and folder belong together: specification, data, resolved configurations, versions. Taken
         before time is matched: what is measured must not change a study's name."""
-        from headloom.train.records import versions
-
         selection = None if self.selection is None else len(self.selection.ids)
         return {
             "spec": self.spec.model_dump(mode="json"),
