@@ -17,7 +17,7 @@ from headloom.lab.spec.resolve import resolve
 from headloom.lab.spec.resolved import StudySpec
 from headloom.lab.spec.variants import parse_variants
 from headloom.lab.study import Study
-from headloom.train import RunConfig
+from headloom.train.config import RunConfig
 from headloom.train.run import build
 
 FIELDS = {

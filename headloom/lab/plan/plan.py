@@ -27,8 +27,10 @@ from headloom.lab.spec.variants import refuse_duplicates
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from headloom.data import Corpus, Document, TokenData, TokenStream
-    from headloom.train import RunConfig
+    from headloom.data.corpus import Corpus
+    from headloom.data.packing import TokenData, TokenStream
+    from headloom.data.sources import Document
+    from headloom.train.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ def make_plan(spec: StudySpec, on_corpus: Callable[[Corpus], None] | None = None
     )
     _check_folders(spec)
 
-    from headloom.data import load_corpus, make_tokenizer, prepare
+    from headloom.data.corpus import load_corpus
+    from headloom.data.packing import prepare
+    from headloom.data.tokenizer import make_tokenizer
 
     corpus = load_corpus(spec.data, text_column=spec.text_column)
     tokenizer = make_tokenizer(spec.tokenizer, [document.text for document in corpus.train])
@@ -176,7 +180,7 @@ def _split_validation(corpus: Corpus, spec: StudySpec) -> tuple[Corpus, Corpus]:
 
     A single document is cut in the middle.
     """
-    from headloom.data import Document
+    from headloom.data.sources import Document
 
     held = sorted(corpus.validation, key=lambda document: document.name)
     if len(held) > 1:
