@@ -3,7 +3,7 @@
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.compare import compare_command, make_spec
+from headloom.lab.compare import compare_command, comparison_study
 from headloom.lab.plan.fairness import refuse_other_differences
 from headloom.lab.plan.layers import (
     allowed_differences,
@@ -12,13 +12,14 @@ from headloom.lab.plan.layers import (
     meaningless,
     run_config,
 )
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.sizes import get_size
 from headloom.lab.spec.variants import parse_variants
 
 
 def spec(variants, size="small", **changes):
     given = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1, **changes}
-    return make_spec(parse_variants(variants), get_size(size), **given)
+    return resolve_study(comparison_study(variants, size, **given), kind="compare")
 
 
 def test_options_are_typed_and_the_text_comes_back():

@@ -24,7 +24,7 @@ from headloom.lab.results.statistics import (
     spread,
     summary,
 )
-from headloom.lab.spec.resolved import StudySpec, VariantSpec
+from headloom.lab.spec.resolved import StudySpec, Variant
 
 UNIT = "bits per byte"
 Quality = dict[str, dict[int, float]]
@@ -187,7 +187,7 @@ def summarise(
 
 def _variant(
     spec: StudySpec,
-    variant: VariantSpec,
+    variant: Variant,
     runs: Sequence[Mapping[str, Any]],
     quality: Quality,
     compared: Mapping[tuple[str, str], Difference],
