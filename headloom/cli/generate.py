@@ -12,7 +12,7 @@ from headloom.cli.graft import Dtype, Model
 
 
 @ends_with_status
-def generate(
+def generate_command(
     model: Model,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
@@ -30,14 +30,16 @@ def generate(
     from headloom.core.errors import HeadloomError
     from headloom.hf import generation, places
 
-    generation.check(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, beams=beams, cache=cache)
+    generation.check_settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, beams=beams, cache=cache
+    )
     places.check_checkpoint(model, dtype=dtype)
     if not places.may_have_tokenizer(model):
         raise HeadloomError(generation.NO_TOKENIZER)
     from headloom.hf import checkpoints
 
     with only_json_on_stdout(as_json) as stdout:
-        checkpoint = checkpoints.load(model, dtype=dtype, causal=True)
+        checkpoint = checkpoints.load_checkpoint(model, dtype=dtype, causal=True)
         found = generation.generate(
             checkpoint,
             prompt,

@@ -26,7 +26,7 @@ Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bflo
 
 
 @ends_with_status
-def graft(
+def graft_command(
     model: Model,
     out: Out,
     to: Annotated[str, To],
@@ -49,14 +49,15 @@ def graft(
         from headloom import hf
         from headloom.hf import checkpoints
 
-        checkpoint = checkpoints.load(model, dtype=dtype)
-        report = hf.graft(checkpoint.model, mechanism, layers=layers, allow_change=allow_change, **options)
-        checkpoints.save(checkpoint, out)
+        found = checkpoints.load_checkpoint(model, dtype=dtype)
+        found.model = hf.graft(found.model, mechanism, layers=layers, allow_change=allow_change, **options)
+        report = found.model.graft_report
+        checkpoints.save_checkpoint(found, out)
         if as_json:
             print_json({"folder": str(out), **as_dict(report)}, stdout)
         else:
             typer.echo(report)
-            typer.echo(saved(out, with_tokenizer=checkpoint.tokenizer is not None))
+            typer.echo(saved(out, with_tokenizer=found.tokenizer is not None))
 
 
 def check_mechanism(text: str, settings: Sequence[str], layers: str | None) -> None:

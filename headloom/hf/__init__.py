@@ -10,10 +10,10 @@ import importlib
 from typing import Any
 
 _LAZY = {
-    "FoldReport": "headloom.hf.grafting.fold",
-    "GraftReport": "headloom.hf.grafting.graft",
+    "FoldReport": "headloom.hf.model.reports",
+    "GraftReport": "headloom.hf.model.reports",
     "HFCache": "headloom.hf.model.cache",
-    "HeadloomConfig": "headloom.hf.model.config",
+    "HeadloomConfig": "headloom.hf.registration",
     "build_around": "headloom.hf.grafting.build",
     "build_model": "headloom.hf.grafting.build",
     "fold": "headloom.hf.grafting.fold",
@@ -21,6 +21,7 @@ _LAZY = {
     "mix_names": "headloom.hf.grafting.groups",
     "no_decay_names": "headloom.hf.grafting.groups",
     "parameter_groups": "headloom.hf.grafting.groups",
+    "register_family": "headloom.hf.model.family",
 }
 
 
@@ -42,4 +43,5 @@ __all__ = [
     "mix_names",
     "no_decay_names",
     "parameter_groups",
+    "register_family",
 ]

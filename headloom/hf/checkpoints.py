@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,18 @@ import torch
 from headloom.core.errors import HeadloomError
 from headloom.core.files import whole_folder
 from headloom.hf.model.family import families, family_named
-from headloom.hf.places import MODEL_TYPE, check_checkpoint, may_have_tokenizer, new_folder, place
+from headloom.hf.places import MODEL_TYPE, check_checkpoint, locate, may_have_tokenizer, new_folder, quiet, saying
 
 
 @dataclasses.dataclass
-class Checkpoint:
+class LoadedModel:
     """A model in evaluation mode and its tokenizer (None where the folder has none)."""
 
     model: Any
     tokenizer: Any | None
 
 
-def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Checkpoint:
+def load_checkpoint(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> LoadedModel:
     """Read a checkpoint. No code from it is run.
 
     Args:
@@ -39,12 +37,12 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
     check_checkpoint(source, dtype=dtype)
     import transformers
 
-    where, file = place(str(source))
-    with _saying(source), _quiet():
+    where, file = locate(str(source))
+    with saying(source), quiet():
         config = transformers.AutoConfig.from_pretrained(where, **_given(file))
     auto_class = getattr(transformers, _auto_name(config, source, causal))
     wide = torch.float32 if file and dtype == "auto" else dtype
-    with _saying(source), _quiet():
+    with saying(source), quiet():
         model, info = auto_class.from_pretrained(where, dtype=wide, output_loading_info=True, **_given(file))
     if causal and info["missing_keys"]:  # of a folder with another head: these would be random numbers
         lacking = ", ".join(sorted(info["missing_keys"])[:3])
@@ -54,7 +52,7 @@ def load(source: str | Path, *, dtype: str = "auto", causal: bool = False) -> Ch
     model.eval()
     if file:  # the weights are plain tensors by now; the marks that say otherwise would stop training, and be saved
         model.hf_quantizer.remove_quantization_config(model)
-    return Checkpoint(model, load_tokenizer(source))
+    return LoadedModel(model, load_tokenizer(source))
 
 
 def load_tokenizer(source: str | Path) -> Any | None:
@@ -63,8 +61,8 @@ def load_tokenizer(source: str | Path) -> Any | None:
 
     if not may_have_tokenizer(source):
         return None
-    where, file = place(str(source))
-    with _saying(source), _quiet():
+    where, file = locate(str(source))
+    with saying(source), quiet():
         return AutoTokenizer.from_pretrained(where, **_given(file))
 
 
@@ -72,21 +70,13 @@ def _given(file: str | None) -> dict[str, Any]:
     return {"trust_remote_code": False, **({"gguf_file": file} if file else {})}
 
 
-def save(checkpoint: Checkpoint, out: Path) -> None:
+def save_checkpoint(loaded: LoadedModel, out: Path) -> None:
     """Write model and tokenizer to a new folder; a folder of that name is whole or absent. Raises HeadloomError."""
     new_folder(out)
-    with whole_folder(out) as partial, _quiet():
-        checkpoint.model.save_pretrained(partial)
-        if checkpoint.tokenizer is not None:
-            checkpoint.tokenizer.save_pretrained(partial)
-
-
-def hub_is_graft(name: str) -> bool:
-    """Whether the hub's model of that name is a graft. Raises HeadloomError where there is none."""
-    from transformers import AutoConfig
-
-    with _saying(name), _quiet():
-        return getattr(AutoConfig.from_pretrained(name, **_given(None)), MODEL_TYPE, None) is not None
+    with whole_folder(out) as partial, quiet():
+        loaded.model.save_pretrained(partial)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(partial)
 
 
 def is_causal(config: Any) -> bool:
@@ -113,29 +103,3 @@ def _auto_name(config: Any, source: str | Path, causal: bool) -> str:
     if named:
         return named[0]
     return "AutoModelForCausalLM" if is_causal(config) else "AutoModel"
-
-
-@contextlib.contextmanager
-def _saying(source: str | Path) -> Iterator[None]:
-    """Whatever stops the libraries from reading a checkpoint, as one line: their errors have no common base."""
-    try:
-        yield
-    except HeadloomError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise HeadloomError(f"'{source}' cannot be loaded: {reason}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars: commands show their own."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headloom.core.errors import HeadloomError, near
 
 if TYPE_CHECKING:
-    from headloom.hf.checkpoints import Checkpoint
+    from headloom.hf.checkpoints import LoadedModel
 
 CACHES = ("dynamic", "static")
 NO_TOKENIZER = "this checkpoint has no tokenizer beside it: save one into its folder"
@@ -26,7 +26,7 @@ class Generated:
 
 
 def generate(
-    checkpoint: Checkpoint,
+    checkpoint: LoadedModel,
     prompt: str,
     *,
     max_new_tokens: int = 64,
@@ -50,7 +50,7 @@ def generate(
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise HeadloomError(NO_TOKENIZER)
-    check(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, beams=beams, cache=cache)
+    check_settings(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, beams=beams, cache=cache)
     import torch
 
     given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
@@ -79,7 +79,9 @@ def generate(
     return Generated(text, len(new), time.perf_counter() - start)
 
 
-def check(*, max_new_tokens: int, temperature: float | None, top_p: float | None, beams: int, cache: str) -> None:
+def check_settings(
+    *, max_new_tokens: int, temperature: float | None, top_p: float | None, beams: int, cache: str
+) -> None:
     """Refuse values of `generate` that are out of range."""
     for name, value, right in (
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 1),

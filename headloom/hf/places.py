@@ -20,7 +20,7 @@ def check_checkpoint(source: str | Path, *, dtype: str = "auto") -> None:
     """Refuse a place where no checkpoint can be, and an unknown dtype."""
     if dtype not in DTYPES:
         raise HeadloomError(f"unknown dtype '{dtype}'.{near(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}")
-    where, file = place(str(source))
+    where, file = locate(str(source))
     if not file and Path(where).is_dir() and not (Path(where) / "config.json").is_file():
         raise HeadloomError(
             f"'{source}' cannot be loaded: it holds no config.json. Give the folder of a checkpoint, a .gguf file, or "
@@ -30,20 +30,21 @@ def check_checkpoint(source: str | Path, *, dtype: str = "auto") -> None:
 
 def may_have_tokenizer(source: str | Path) -> bool:
     """Whether a tokenizer can be beside a checkpoint: not in a folder without any of its files."""
-    where, file = place(str(source))
+    where, file = locate(str(source))
     return bool(file) or not Path(where).is_dir() or any((Path(where) / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def is_graft(source: str | Path) -> bool:
     """Whether a checkpoint is a graft already. Raises HeadloomError where there is none."""
     check_checkpoint(source)
-    where, file = place(str(source))
+    where, file = locate(str(source))
     if file:  # other programs' files, which have no place for a graft
         return False
     if not Path(where).is_dir():
-        from headloom.hf.checkpoints import hub_is_graft
+        from transformers import AutoConfig
 
-        return hub_is_graft(where)
+        with saying(source), quiet():
+            return getattr(AutoConfig.from_pretrained(where, trust_remote_code=False), MODEL_TYPE, None) is not None
     return (read_json(Path(where) / "config.json") or {}).get("model_type") == MODEL_TYPE
 
 
@@ -62,7 +63,7 @@ def place_for(out: Path) -> Iterator[None]:
         yield
 
 
-def place(source: str) -> tuple[str, str | None]:
+def locate(source: str) -> tuple[str, str | None]:
     """What transformers calls it: (folder or hub name, GGUF file in it or None)."""
     path = Path(source).expanduser()
     if path.is_dir():
@@ -92,3 +93,29 @@ def read_layers(layers: str) -> list[int]:
             raise HeadloomError(f"layers '{layers}': the range {part.strip()} runs backwards")
         found += range(first, last + 1)
     return found
+
+
+@contextlib.contextmanager
+def saying(source: str | Path) -> Iterator[None]:
+    """Whatever stops the libraries from reading a checkpoint, as one line: their errors have no common base."""
+    try:
+        yield
+    except HeadloomError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise HeadloomError(f"'{source}' cannot be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars: commands show their own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

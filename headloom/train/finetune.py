@@ -116,11 +116,12 @@ def _train(
     before = out / config.name / BEFORE
 
     def make(run: FineTuneConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-        model = checkpoints.load(run.model, dtype="float32", causal=True).model.to(run.device)
+        model = checkpoints.load_checkpoint(run.model, dtype="float32", causal=True).model.to(run.device)
         report = None
         if run.graft is not None:
             spec = run.graft
-            report = hf.graft(model, spec.mechanism, layers=spec.layers, allow_change=spec.allow_change, **spec.options)
+            model = hf.graft(model, spec.mechanism, layers=spec.layers, allow_change=spec.allow_change, **spec.options)
+            report = model.graft_report
         _fits(model, run, tokenizer)
         before.parent.mkdir(parents=True, exist_ok=True)  # only now: a call that was wrong leaves nothing behind
         write_json(out / records.CONFIG, asked)

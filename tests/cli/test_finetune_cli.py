@@ -160,7 +160,7 @@ def test_mixes_may_have_a_rate_of_their_own(tuned, tune, tmp_path):
 
 def test_a_model_that_is_a_graft_already(tune, llama_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
-    hl.graft(model, "iha", pseudo_heads=2)
+    model = hl.graft(model, "iha", pseudo_heads=2)
     model.save_pretrained(tmp_path / "graft")
     make_tokenizer("bytes").save_pretrained(tmp_path / "graft")
 

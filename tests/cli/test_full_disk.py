@@ -24,7 +24,7 @@ def grafted(llama_folder, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("grafted")
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
-    hl.graft(model, "iha", pseudo_heads=1)
+    model = hl.graft(model, "iha", pseudo_heads=1)
     model.save_pretrained(folder)
     return folder
 

@@ -20,9 +20,9 @@ def reference(folder, prompt, **settings):
 def grafted_folder(llama_folder, tmp_path_factory):
     import headloom
 
-    found = checkpoints.load(llama_folder)
-    headloom.graft(found.model, "iha", pseudo_heads=2)
-    checkpoints.save(found, folder := tmp_path_factory.mktemp("grafts") / "iha")
+    found = checkpoints.load_checkpoint(llama_folder)
+    found.model = headloom.graft(found.model, "iha", pseudo_heads=2)
+    checkpoints.save_checkpoint(found, folder := tmp_path_factory.mktemp("grafts") / "iha")
     return folder
 
 
@@ -51,7 +51,9 @@ def test_sampling_follows_the_seed_alone(call, llama_folder):
 
 def test_pieces_come_as_they_are_made(llama_folder):
     pieces = []
-    found = generation.generate(checkpoints.load(llama_folder), "a b", max_new_tokens=20, write=pieces.append)
+    found = generation.generate(
+        checkpoints.load_checkpoint(llama_folder), "a b", max_new_tokens=20, write=pieces.append
+    )
     assert "".join(pieces) == found.text and len(pieces) > 2
 
 
@@ -73,8 +75,8 @@ def test_wrong_calls(call, llama_folder, arguments, part):
 
 
 def test_a_checkpoint_without_tokenizer(call, llama_folder, tmp_path):
-    found = checkpoints.load(llama_folder)
+    found = checkpoints.load_checkpoint(llama_folder)
     found.tokenizer = None
-    checkpoints.save(found, tmp_path / "bare")
+    checkpoints.save_checkpoint(found, tmp_path / "bare")
     done = call("generate", tmp_path / "bare", "--prompt", "a")
     assert done.exit_code == 2 and "no tokenizer" in done.stderr

@@ -145,6 +145,29 @@ def routed():
 
 
 @pytest.fixture
+def tree():
+    """tree(model): every module with all of its attributes, by identity, and what can change inside of them: the values
+    of tensors, the entries of dicts and sets, the texts of configs."""
+
+    def inside(value):
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr(), value._version, value.requires_grad, id(value.grad)
+        if isinstance(value, dict):
+            return [(key, id(held), inside(held)) for key, held in value.items()]
+        if isinstance(value, (set, list, tuple)):
+            return sorted(map(repr, value))
+        return repr(value) if "Config" in type(value).__name__ else None
+
+    def look(model):
+        return [
+            (path, id(module), type(module), [(name, id(value), inside(value)) for name, value in vars(module).items()])
+            for path, module in model.named_modules()
+        ]
+
+    return look
+
+
+@pytest.fixture
 def ids():
     """ids(B, T): token ids without special tokens, the same for equal sizes."""
 

@@ -44,7 +44,7 @@ def test_static_windows_settle_to_one_graph(mixed, ids, counting):
 def test_a_partial_graft_by_hand(llama, ids, counting):
     """No mask, prompt and steps through the compiled model, a layer that was not grafted beside those that were."""
     model, x = llama(num_hidden_layers=2), ids(2, 12)
-    graft(model, "iha", layers=1, pseudo_heads=2)
+    model = graft(model, "iha", layers=1, pseudo_heads=2)
     with torch.no_grad():
         wanted = model(x, use_cache=False).logits
         compiled = torch.compile(model, backend=counting, fullgraph=True, dynamic=False)
@@ -105,7 +105,7 @@ def test_an_exported_graft_serves_every_length(llama, ids):
             return self.model(x, use_cache=False).logits
 
     model = llama().eval()
-    graft(model, "iha", pseudo_heads=2)
+    model = graft(model, "iha", pseudo_heads=2)
     length = {1: torch.export.Dim("T", min=2, max=1000)}
     program = torch.export.export(Logits(model), (ids(1, 12),), dynamic_shapes=(length,)).module()
     for T in (2, 19):

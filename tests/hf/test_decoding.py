@@ -48,7 +48,7 @@ def test_drafts_change_nothing(model, small, ids, how):
 
 def test_a_graft_drafts_for_its_original(llama, ids):
     original, drafting = llama(), llama()
-    graft(drafting, "iha", pseudo_heads=2)
+    drafting = graft(drafting, "iha", pseudo_heads=2)
     x = ids(1, 6)
     wanted = original.generate(x, **SETTINGS)
     assert torch.equal(original.generate(x, assistant_model=drafting, **SETTINGS), wanted)
@@ -87,7 +87,7 @@ def test_a_quantized_cache_errs_as_the_originals_does(llama, ids, kind):
     stands, because a base cache holds the same keys and values."""
     original, x = llama(), ids(2, 9)
     grafted = llama()
-    graft(grafted, kind, **({"pseudo_heads": 2} if kind == "iha" else {}))
+    grafted = graft(grafted, kind, **({"pseudo_heads": 2} if kind == "iha" else {}))
     how = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}, "output_logits": True}
     logits = [
         torch.stack(m.generate(x, return_dict_in_generate=True, **how, **SETTINGS).logits) for m in (original, grafted)
@@ -121,7 +121,7 @@ def test_a_quanto_cache_holds_what_the_originals_does(llama, ids, quanto, bits):
     def run(kind, options):
         model = llama(head_dim=16)
         if kind is not None:
-            graft(model, kind, **options)
+            model = graft(model, kind, **options)
         cache = QuantizedCache("quanto", model.config, **packing)
         with torch.no_grad():
             logits = torch.cat([model(part, cache=cache).logits for part in x.split([4] + [1] * 8, 1)], 1)
@@ -163,7 +163,7 @@ def test_a_base_cache_is_the_originals_to_the_byte(llama, ids):
     for name, options in {"original": None, "base": {}, "expanded": {"cache": "expanded"}}.items():
         model = llama(kv_heads=4)
         if options is not None:
-            graft(model, "iha", pseudo_heads=3, **options)
+            model = graft(model, "iha", pseudo_heads=3, **options)
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
             logits[name] = torch.cat([model(part, cache=cache).logits for part in (x[:, :4], x[:, 4:5], x[:, 5:])], 1)

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from headloom.hf import HFCache, graft
-from headloom.hf.model.cache import pack, unpack
+from headloom.hf.model.cache import as_pair, from_pair
 from headloom.ops.cache import Seen
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
@@ -143,7 +143,7 @@ def test_static_windows(tiny, ids):
 def test_a_static_cache_of_a_partial_graft_by_hand(llama, ids, layers):
     """No mask is given: layers that were not grafted do not see the places that nothing stands at yet either."""
     model, x = llama(), ids(2, 6)
-    graft(model, "iha", layers=layers, pseudo_heads=2)
+    model = graft(model, "iha", layers=layers, pseudo_heads=2)
     cache = StaticCache(config=model.config, max_cache_len=11)
     with torch.no_grad():
         outs = [model(x[:, a:b], cache=cache).logits for a, b in ((0, 3), (3, 4), (4, 6))]
@@ -225,11 +225,11 @@ def test_gradient_checkpointing_changes_nothing(tiny, ids, variant, reentrant):
 )
 def test_slots_become_two_tensors_and_back(shapes):
     slots = {name: torch.randn(2, heads, 4, width) for name, (heads, width) in shapes.items()}
-    first, second = pack(slots)
+    first, second = as_pair(slots)
     assert first.shape[:3] == second.shape[:3] and first.shape[2] == 4
     assert min(first.shape[3], second.shape[3]) > 0
     assert first[0].numel() + second[0].numel() == sum(s[0].numel() for s in slots.values())
-    back = unpack(first, second, shapes)
+    back = from_pair(first, second, shapes)
     assert list(back) == list(slots) and all(torch.equal(back[n], slots[n]) for n in slots)
 
 

@@ -31,7 +31,7 @@ def make(llama):
     def build(kind):
         model = llama(num_hidden_layers=2, head_dim=6)
         if kind is not None:
-            hl.graft(model, GRAFTS[kind][0], **GRAFTS[kind][1])
+            model = hl.graft(model, GRAFTS[kind][0], **GRAFTS[kind][1])
         return model
 
     return build

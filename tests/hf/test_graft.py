@@ -1,4 +1,4 @@
-"""Grafting a model in place: the function is kept and measured, and a refused graft leaves no trace."""
+"""Grafting: the function is kept and measured, and a refused graft leaves no trace."""
 
 import copy
 import pickle
@@ -32,10 +32,6 @@ ROPES = {
 }
 
 
-def state(model):
-    return {name: (tensor.clone(), tensor.data_ptr()) for name, tensor in model.state_dict().items()}
-
-
 def call(model, x, **kwargs):
     with torch.no_grad():
         return model(x, use_cache=False, **kwargs).logits
@@ -48,7 +44,8 @@ def test_exact_grafts_keep_the_logits(llama, ids, spec):
     mask = torch.ones(2, 13, dtype=torch.long)
     mask[0, :5] = 0
     before, padded = call(model, x), call(model, x, attention_mask=mask)
-    report = graft(model, name, **options)
+    model = graft(model, name, **options)
+    report = model.graft_report
     assert report.exact and report.relative < 1e-12
     torch.testing.assert_close(call(model, x), before, rtol=0, atol=1e-9)
     torch.testing.assert_close(call(model, x, attention_mask=mask)[mask.bool()], padded[mask.bool()], rtol=0, atol=1e-9)
@@ -59,25 +56,27 @@ def test_scaled_rotary_is_kept(llama, ids, rope):
     scaling = ROPES[rope] and {**ROPES[rope], "rope_theta": 10000.0}
     model, x = llama(rope_parameters=scaling), ids(1, 40)
     before = call(model, x)
-    graft(model, "iha", pseudo_heads=2)
+    model = graft(model, "iha", pseudo_heads=2)
     torch.testing.assert_close(call(model, x), before, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grafts_in_the_models_type(llama, dtype):
     model = llama(dtype=dtype)
-    report = graft(model, "iha", pseudo_heads=2)
+    model = graft(model, "iha", pseudo_heads=2)
+    report = model.graft_report
     assert report.exact and model.dtype == dtype
     attention = model.model.layers[0].self_attn
     assert attention.q_mix.weight.dtype == torch.float32, "mixes stay wide"
     assert attention.q_proj.weight.dtype == dtype
-    assert graft(llama(dtype=dtype), "sas").exact
+    assert graft(llama(dtype=dtype), "sas").graft_report.exact
 
 
 def test_report_says_what_changed(llama):
     model = llama()
     before = sum(p.numel() for p in model.parameters())
-    report = graft(model, "iha", pseudo_heads=2, layers="0,2")
+    model = graft(model, "iha", pseudo_heads=2, layers="0,2")
+    report = model.graft_report
     H, G, P = 4, 2, 2
     added = 2 * (H * P * (H + 2 * G) + H * H * P)
     assert report.parameters_added == added
@@ -92,7 +91,7 @@ def test_weights_stay_the_same_tensors_and_the_config_is_not_shared(llama):
     twin = LlamaForCausalLM(model.config)
     q = model.model.layers[1].self_attn.q_proj.weight
     optimizer = torch.optim.SGD(model.parameters())
-    graft(model, "iha", pseudo_heads=2)
+    model = graft(model, "iha", pseudo_heads=2)
     assert model.model.layers[1].self_attn.q_proj.weight is q
     assert all(any(p is x for x in model.parameters()) for p in optimizer.param_groups[0]["params"])
     assert type(model).__name__ == "HeadloomLlamaForCausalLM" and model.config.model_type == "llama"
@@ -104,7 +103,7 @@ def test_weights_stay_the_same_tensors_and_the_config_is_not_shared(llama):
 
 def test_pseudo_heads_do_not_stay_copies(llama, ids):
     model, x = llama().train(), ids(2, 16)
-    graft(model, "iha", pseudo_heads=2)
+    model = graft(model, "iha", pseudo_heads=2)
     start = {n: p.detach().clone() for n, p in model.named_parameters() if "_mix" in n}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(10):
@@ -120,9 +119,9 @@ def test_pseudo_heads_do_not_stay_copies(llama, ids):
 
 def test_the_same_graft_twice_is_the_same(llama):
     one, two = llama(), llama()
-    graft(one, "iha", pseudo_heads=2)
+    one = graft(one, "iha", pseudo_heads=2)
     torch.manual_seed(123)
-    graft(two, "iha", pseudo_heads=2)
+    two = graft(two, "iha", pseudo_heads=2)
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
@@ -130,7 +129,7 @@ def test_partial_graft_runs_the_other_layers_through_our_function(llama, ids):
     """Every mask form, dropout, generation and packing in a model whose layers 0 and 2 are the family's own."""
     model, x = llama(), ids(2, 9)
     plain = copy.deepcopy(model)
-    graft(model, "iha", pseudo_heads=2, layers=[1])
+    model = graft(model, "iha", pseudo_heads=2, layers=[1])
     assert [type(layer.self_attn).__name__ for layer in model.model.layers] == [
         "LlamaAttention", "HeadloomLlamaAttention_iha", "LlamaAttention",
     ]  # fmt: skip
@@ -155,7 +154,7 @@ def test_partial_graft_runs_the_other_layers_through_our_function(llama, ids):
 
 def test_dropout_of_the_other_layers(llama, ids):
     model = llama(attention_dropout=0.5, dtype=torch.float32)
-    graft(model, "gqa", layers=[0])
+    model = graft(model, "gqa", layers=[0])
     assert model.model.layers[0].self_attn.config.dropout == 0.5
     x = ids(1, 6)
     assert torch.equal(call(model, x), call(model, x))
@@ -166,7 +165,8 @@ def test_dropout_of_the_other_layers(llama, ids):
 
 def test_a_mapping_of_layers(llama):
     model = llama()
-    report = graft(model, layers={"0-1": ("iha", {"pseudo_heads": 2}), 2: "sas"})
+    model = graft(model, layers={"0-1": ("iha", {"pseudo_heads": 2}), 2: "sas"})
+    report = model.graft_report
     assert [c.mechanism for c in report.changes] == ["iha", "iha", "sas"]
     assert report.exact
 
@@ -179,7 +179,8 @@ def test_change_needs_permission(llama, ids):
     ):
         graft(model, "iha", pseudo_heads=2, phase="virtual", init="identity")
     assert torch.equal(call(model, x), before)
-    report = graft(model, "iha", pseudo_heads=2, phase="virtual", init="identity", allow_change=True)
+    model = graft(model, "iha", pseudo_heads=2, phase="virtual", init="identity", allow_change=True)
+    report = model.graft_report
     assert not report.exact and report.relative > 1e-3
     assert "NOT kept" in str(report)
 
@@ -190,25 +191,24 @@ def test_an_option_is_refused_by_its_own_name_and_served_when_change_is_allowed(
     (name, value) = next(iter(option.items()))
     with pytest.raises(HeadloomError, match=rf"^iha with {name}={value} does not start as the attention it replaces"):
         graft(llama(), "iha", pseudo_heads=2, **option)
-    assert not graft(llama(), "iha", pseudo_heads=2, allow_change=True, **option).exact
+    assert not graft(llama(), "iha", pseudo_heads=2, allow_change=True, **option).graft_report.exact
 
 
-def test_what_a_mechanism_claims_is_measured(llama, ids, monkeypatch):
-    model, x = llama(), ids(1, 8)
-    before = call(model, x)
+def test_what_a_mechanism_claims_is_measured(llama, monkeypatch, tree):
+    model = llama()
+    before = tree(model)
     monkeypatch.setattr(mechanisms()["iha"].config_cls, "exact", True)
     with pytest.raises(HeadloomError, match="iha as given changes the model: logits differ by"):
         graft(model, "iha", pseudo_heads=2, init="normal")
-    assert type(model) is LlamaForCausalLM and type(model.config) is LlamaConfig
-    assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
-    assert torch.equal(call(model, x), before)
-    assert graft(model, "iha", pseudo_heads=2).exact
+    assert tree(model) == before
+    assert graft(model, "iha", pseudo_heads=2).graft_report.exact
 
 
 def test_ternary_projections_keep_the_weights(llama):
     model = llama()
     q = model.model.layers[0].self_attn.q_proj.weight
-    report = graft(model, "gqa", projection="bit", allow_change=True)
+    model = graft(model, "gqa", projection="bit", allow_change=True)
+    report = model.graft_report
     assert not report.exact and model.model.layers[0].self_attn.q_proj.weight is q
     assert type(model.model.layers[0].self_attn.q_proj).__name__ == "BitLinear"
 
@@ -217,9 +217,7 @@ def refused(make):
     """(model, graft's arguments, what the error says)."""
 
     def grafted():
-        model = make()
-        graft(model, "gqa")
-        return model
+        return graft(make(), "gqa")
 
     def foreign():
         model = make()
@@ -284,21 +282,13 @@ def refused(make):
 
 
 @pytest.mark.parametrize("case", refused(None))
-def test_refused_grafts_leave_the_model_as_it_was(llama, ids, case):
+def test_refused_grafts_leave_the_model_as_it_was(llama, case, tree):
     build, arguments, message = refused(llama)[case]
     model = build()
-    cls, config = type(model), getattr(model, "config", None)
-    before = state(model) if not any(p.is_meta for p in model.parameters()) else None
-    modules = [(name, id(module), type(module)) for name, module in model.named_modules()]
-    text = repr(config)
+    before = tree(model)
     with pytest.raises(HeadloomError, match=message):
         graft(model, **arguments)
-    assert type(model) is cls and getattr(model, "config", None) is config and repr(config) == text
-    assert [(name, id(module), type(module)) for name, module in model.named_modules()] == modules
-    if before is not None:
-        after = state(model)
-        assert list(after) == list(before)
-        assert all(torch.equal(after[n][0], before[n][0]) and after[n][1] == before[n][1] for n in before)
+    assert tree(model) == before
 
 
 def test_parse_layers():
@@ -314,7 +304,7 @@ def test_parse_layers():
 
 def test_grafts_copy_and_pickle(llama, ids):
     model, x = llama(), ids(1, 5)
-    graft(model, "iha", pseudo_heads=2)
+    model = graft(model, "iha", pseudo_heads=2)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin) is type(model) and type(twin.config) is type(model.config)
         assert torch.equal(call(twin, x), call(model, x))

@@ -35,7 +35,7 @@ def test_frozen_parameters_are_left_out(llama):
     model = llama()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    graft(model, "iha", pseudo_heads=2)
+    model = graft(model, "iha", pseudo_heads=2)
     decayed, spared = parameter_groups(model, 0.1)
     assert not decayed["params"] and len(spared["params"]) == 3 * 4
 
@@ -43,7 +43,7 @@ def test_frozen_parameters_are_left_out(llama):
 def test_mixes_at_a_rate_of_their_own(llama):
     """All that `mix_names` names, SAS's convolutions and MLPs too, each with the weight decay it has anyway."""
     model = llama(num_hidden_layers=2)
-    graft(model, layers={"0": ("sas", {"simulated_heads": 8}), "1": ("iha", {"pseudo_heads": 2})})
+    model = graft(model, layers={"0": ("sas", {"simulated_heads": 8}), "1": ("iha", {"pseudo_heads": 2})})
     names = tuple(f".{name}." for name in mix_names(model))
     wanted = {id(p) for name, p in model.named_parameters() if any(part in name for part in names)}
     usual = {id(p): g["weight_decay"] for g in parameter_groups(model, 0.1) for p in g["params"]}

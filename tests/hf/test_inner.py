@@ -16,7 +16,7 @@ from headloom.hf import graft
 def model(request, llama, tmp_path):
     """However a graft comes about."""
     made = llama()
-    graft(made, "iha", pseudo_heads=2)
+    made = graft(made, "iha", pseudo_heads=2)
     if request.param == "built":
         return type(made)(made.config).double().eval()
     if request.param == "loaded":
@@ -60,9 +60,9 @@ def test_it_goes_back(llama, ids):
     with pytest.raises(HeadloomError):
         graft(model, "iha", pseudo_heads=2, init="normal")
     assert type(model.model) is own
-    graft(model, "gqa")
+    model = graft(model, "gqa")
     with pytest.raises(HeadloomError, match="already grafted"):
         graft(model.model, "gqa")
-    hl.fold(model)
+    model = hl.fold(model)
     assert type(model.model) is own and torch.equal(model(x).logits, wanted)
     assert model(x, output_hidden_states=True).hidden_states[3].shape == (1, 5, 24)

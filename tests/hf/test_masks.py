@@ -200,7 +200,7 @@ def test_the_function_for_other_layers_is_complete(case):
 
 
 def test_both_functions_are_registered():
-    masks.register()
+    masks.register_masks()
     assert AttentionInterface()["headloom"] is masks.attention_function
     assert AttentionMaskInterface()["headloom"] is masks.mask_function
 

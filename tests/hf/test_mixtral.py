@@ -34,7 +34,8 @@ def test_a_graft_keeps_the_function(mixtral, ids, spec, changes):
     mask[1, :4] = 0
     wanted = base(x, attention_mask=mask).logits
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    report = graft(base, spec[0], layers="0,2", **spec[1])
+    base = graft(base, spec[0], layers="0,2", **spec[1])
+    report = base.graft_report
     assert report.exact and report.relative < 1e-12 and report.parameters_added > 0
     same_logits(base(x, attention_mask=mask).logits[mask.bool()], wanted[mask.bool()])
     assert all(torch.equal(base.state_dict()[name], tensor) for name, tensor in before.items())
@@ -45,7 +46,7 @@ def test_a_graft_keeps_the_function(mixtral, ids, spec, changes):
 def test_a_graft_multiplies_experts_as_before(mixtral):
     base = mixtral()
     base.set_experts_implementation("batched_mm")
-    graft(base, "iha", pseudo_heads=2)
+    base = graft(base, "iha", pseudo_heads=2)
     assert base.config._experts_implementation == "batched_mm"
     base.set_experts_implementation("eager")
 
@@ -57,7 +58,7 @@ def test_a_window_is_not_dropped_by_an_option(mixtral):
 
 def test_a_graft_is_saved_exactly(mixtral, ids, tmp_path):
     model, x = mixtral(), ids(2, 7)
-    graft(model, "iha", pseudo_heads=2)
+    model = graft(model, "iha", pseudo_heads=2)
     for attention in model.grafted():
         torch.nn.init.normal_(attention.k_mix.weight)
     model.save_pretrained(tmp_path)

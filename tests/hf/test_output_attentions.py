@@ -66,7 +66,7 @@ def test_as_transformers_gives_them(llama, ids, layers):
     mask = torch.ones_like(x)
     mask[0, :2] = 0
     wanted = model(x, attention_mask=mask, output_attentions=True).attentions
-    graft(model, "talking_heads", layers=layers)
+    model = graft(model, "talking_heads", layers=layers)
     calls = [lambda: model(x, attention_mask=mask, output_attentions=True)]
     calls.append(lambda: model.model(x, attention_mask=mask, output_attentions=True))
     real = mask.bool()
@@ -108,14 +108,14 @@ def family_weights(request):
         model = heads["AutoModelForCausalLM" if family.causal(config) else "AutoModelForMaskedLM"](config).eval()
         if model._can_set_experts_implementation():
             model.set_experts_implementation("eager")
-        graft(model, "talking_heads", layers=request.param)
+        model = graft(model, "talking_heads", layers=request.param)
         found.append(model(torch.randint(3, 37, (2, 6)), output_attentions=True).attentions)
     return found
 
 
 def test_refusals(llama, ids):
     model, x = llama(), ids(1, 5)
-    graft(model, "iha", pseudo_heads=2, layers=1)
+    model = graft(model, "iha", pseudo_heads=2, layers=1)
     with pytest.raises(
         HeadloomError,
         match=r"layer 1's iha has no attention weights .*2 pseudo-heads give a head 4 of them.* hl\.maps",
@@ -124,7 +124,7 @@ def test_refusals(llama, ids):
     with pytest.raises(HeadloomError, match="output_attentions=True cannot be served"):
         model.model(x, output_attentions=True)  # the base model too, which would give none without a word
     other = llama()
-    graft(other, "talking_heads", layers=1)
+    other = graft(other, "talking_heads", layers=1)
     other.set_attn_implementation("sdpa")
     with pytest.raises(HeadloomError, match=r"'sdpa' the layers that were not grafted give no"):
         other(x, output_attentions=True)
@@ -132,7 +132,7 @@ def test_refusals(llama, ids):
 
 def test_in_a_checkpointed_training_step(llama, ids):
     model, x = llama(), ids(2, 5)
-    graft(model, "sas", simulated_heads=8)
+    model = graft(model, "sas", simulated_heads=8)
     model.train().activation_checkpointing_enable()
     found = model(x, labels=x, output_attentions=True)
     assert {a.shape for a in found.attentions} == {(2, 8, 5, 5)}, "sas' heads are the simulated ones"

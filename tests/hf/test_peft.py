@@ -34,7 +34,7 @@ def train(model, x, steps=5):
 
 def test_names_come_from_the_modules(llama, mixed):
     model = llama(num_hidden_layers=3)
-    hl.graft(model, layers={"0": ("iha", {"pseudo_heads": 2}), "2": ("sas", {"simulated_heads": 8})})
+    model = hl.graft(model, layers={"0": ("iha", {"pseudo_heads": 2}), "2": ("sas", {"simulated_heads": 8})})
     pairs = [f"{part}.{i}" for part in ("head_q", "head_k", "head_v", "feature_q", "feature_k") for i in (0, 1)]
     assert hl.mix_names(model) == ["q_mix", "k_mix", "v_mix", "out_mix", *pairs]
     assert hl.mix_names(mixed([("mha", {}), ("mla", {})])) == []
@@ -47,7 +47,7 @@ def test_names_come_from_the_modules(llama, mixed):
 def test_lora_trains_saves_reloads_and_merges(llama, ids, tmp_path, kind):
     def fresh():
         model = llama(num_hidden_layers=2)
-        hl.graft(model, kind[0], layers=1, **kind[1])
+        model = hl.graft(model, kind[0], layers=1, **kind[1])
         return model
 
     base, x = fresh(), ids(4, 9)
@@ -87,7 +87,7 @@ def _added(model, names):
 
 def test_half_models_keep_their_mixes_wide(llama, ids):
     model = llama(dtype=torch.bfloat16, num_hidden_layers=1)
-    hl.graft(model, "iha", pseudo_heads=2)
+    model = hl.graft(model, "iha", pseudo_heads=2)
     adapted, x = lora(model), ids(4, 9)
     mix = adapted.base_model.model.model.layers[0].self_attn.v_mix
     start = mix.weight.detach().clone()
@@ -98,7 +98,7 @@ def test_half_models_keep_their_mixes_wide(llama, ids):
 
 def test_an_adapter_finds_its_saved_graft(llama, ids, tmp_path):
     base, x = llama(num_hidden_layers=1), ids(4, 9)
-    hl.graft(base, "iha", pseudo_heads=2)
+    base = hl.graft(base, "iha", pseudo_heads=2)
     base.save_pretrained(tmp_path / "graft")
     model = lora(AutoModelForCausalLM.from_pretrained(tmp_path / "graft"))
     train(model, x)

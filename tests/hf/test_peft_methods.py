@@ -51,7 +51,7 @@ def make(llama):
         model.config.use_cache = False  # X-LoRA asks for it
         if kind is not None:
             torch.manual_seed(0)
-            hl.graft(model, GRAFTS[kind][0], **{**GRAFTS[kind][1], **options})
+            model = hl.graft(model, GRAFTS[kind][0], **{**GRAFTS[kind][1], **options})
         return model
 
     return build
@@ -155,7 +155,7 @@ def test_a_prefix_needs_a_cache_of_the_original_keys(make, tmp_path, kind, optio
 
 def test_a_prefix_is_no_state_of_constant_size(llama, tmp_path):
     model = llama(num_hidden_layers=LAYERS, head_dim=6)
-    hl.graft(model, "linear", allow_change=True)
+    model = hl.graft(model, "linear", allow_change=True)
     with pytest.raises(HeadloomError, match=r"keys and values of 3 tokens for layer 0.*a state of constant size"):
         logits(peft.get_peft_model(model, adapter("PREFIX_TUNING", tmp_path)), "PREFIX_TUNING")
 

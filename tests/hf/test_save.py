@@ -91,7 +91,7 @@ def test_types_are_respected_and_mixes_stay_wide(tiny, ids, tmp_path, dtype):
 @pytest.mark.parametrize("spec", [("iha", {"pseudo_heads": 2}), ("sas", {"simulated_heads": 8}), ("gqa", {})])
 def test_a_graft_comes_back(llama, ids, tmp_path, spec):
     model, x = llama(), ids(2, 7)
-    graft(model, spec[0], layers="0,2", **spec[1])
+    model = graft(model, spec[0], layers="0,2", **spec[1])
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     back = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -22,7 +22,7 @@ def graft(llama):
 
     def make(pseudo_heads=2, **changes):
         model = llama(num_hidden_layers=2, **changes)
-        hl.graft(model, "iha", layers=1, pseudo_heads=pseudo_heads)
+        model = hl.graft(model, "iha", layers=1, pseudo_heads=pseudo_heads)
         return model
 
     return make

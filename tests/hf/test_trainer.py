@@ -15,7 +15,7 @@ def grafted(llama):
 
     def make(name="iha", **changes):
         model = llama(**{"dtype": torch.float32, "num_hidden_layers": 2, **changes})
-        hl.graft(model, SPECS[name][0], layers=1, **SPECS[name][1])
+        model = hl.graft(model, SPECS[name][0], layers=1, **SPECS[name][1])
         return model.train()
 
     return make

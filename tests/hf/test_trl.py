@@ -46,7 +46,7 @@ def sft(model, tokenizer, folder, peft_config=None, **changes):
 @pytest.mark.parametrize("spec", [("iha", {"pseudo_heads": 2}), ("sas", {"simulated_heads": 8})], ids=["iha", "sas"])
 def test_it_trains_and_loads_again(llama, tokenizer, tmp_path, packing, spec):
     model = llama(dtype=torch.float32, num_hidden_layers=2)
-    hl.graft(model, spec[0], layers=1, **spec[1])
+    model = hl.graft(model, spec[0], layers=1, **spec[1])
     run = sft(model, tokenizer, tmp_path, packing=packing)
     run.train()
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
@@ -59,7 +59,7 @@ def test_it_trains_and_loads_again(llama, tokenizer, tmp_path, packing, spec):
 def test_packed_texts_do_not_see_each_other(llama, tokenizer, tmp_path):
     """What the trainer gives to the model: the packed row's logits are those of every text alone."""
     model = llama(dtype=torch.float32, num_hidden_layers=2).eval()
-    hl.graft(model, "iha", pseudo_heads=2)
+    model = hl.graft(model, "iha", pseudo_heads=2)
     run = sft(model, tokenizer, tmp_path, packing=True)
     batch = next(iter(run.get_train_dataloader()))
     ids, positions = batch["input_ids"], batch["position_ids"]
@@ -78,7 +78,7 @@ def test_packed_texts_do_not_see_each_other(llama, tokenizer, tmp_path):
 def test_lora_through_trl(llama, tokenizer, tmp_path):
     peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install headloom[finetune])")
     model = llama(dtype=torch.float32, num_hidden_layers=2)
-    hl.graft(model, "iha", pseudo_heads=2)
+    model = hl.graft(model, "iha", pseudo_heads=2)
     mix = model.model.layers[0].self_attn.v_mix.weight.detach().clone()
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=hl.mix_names(model))
     run = sft(model, tokenizer, tmp_path, lora, packing=True)

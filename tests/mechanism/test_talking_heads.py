@@ -218,7 +218,8 @@ def test_a_graft_keeps_the_logits():
     real[0, :4] = 0
     with torch.no_grad():
         before = model(ids, attention_mask=real).logits
-        report = hl.graft(model, "talking_heads")
+        model = hl.graft(model, "talking_heads")
+        report = model.graft_report
         after = model(ids, attention_mask=real).logits
         written = model.generate(ids, attention_mask=real, max_new_tokens=5, do_sample=False, use_cache=True)
         again = model.generate(ids, attention_mask=real, max_new_tokens=5, do_sample=False, use_cache=False)

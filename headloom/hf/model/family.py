@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from headloom.core.errors import HeadloomError
+from headloom.core.registry import Registry
 from headloom.hf.model.layouts import Layout, Separate
 from headloom.hf.model.rope import FamilyRotary, from_parameters
 
@@ -184,17 +185,34 @@ class Encoder(Family):
         }
 
 
+_FAMILIES: Registry[Family] = Registry("model family")
+
+
+def register_family(family: Family) -> Family:
+    """Make a family of your own known to grafts, saving and loading, like those of `headloom/hf/families/`.
+
+    Call it in every process before the first graft of the family, and before a saved one is loaded.
+
+    Raises: TypeError for what is no `Family`, or a second family of one name.
+    """
+    if not isinstance(family, Family):
+        raise TypeError(f"register_family takes an instance of a subclass of Family, not {family!r}")
+    families()  # those of the folder first: a name of theirs is taken
+    return _FAMILIES.add(family.name, family)
+
+
+def families() -> Mapping[str, Family]:
+    """model_type -> family: every file in `headloom/hf/families/`, and what `register_family` was given."""
+    _walk()
+    return _FAMILIES
+
+
 @functools.cache
-def families() -> dict[str, Family]:
-    """model_type -> family, for every file in `headloom/hf/families/`."""
+def _walk() -> None:
     package = importlib.import_module("headloom.hf.families")
-    found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(package.__path__):
         family = importlib.import_module(f"{package.__name__}.{module.name}").FAMILY
-        if family.name in found:
-            raise TypeError(f"family '{family.name}' is defined twice")
-        found[family.name] = family
-    return found
+        _FAMILIES.add(family.name, family)
 
 
 def family_named(name: Any) -> Family:
@@ -208,7 +226,8 @@ def family_named(name: Any) -> Family:
     raise HeadloomError(
         f"model family '{name}' is not known here: nothing says where its attention is and how its config reads. "
         f"Known: {', '.join(sorted(known))}. A family is one file in headloom/hf/families/ with a `Family`, which "
-        "gives its name, the class and the path of its attention, its layout and `common`"
+        "gives its name, the class and the path of its attention, its layout and `common`; one in a file of yours is "
+        "made known by headloom.hf.register_family"
     )
 
 

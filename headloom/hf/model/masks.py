@@ -36,7 +36,7 @@ _KNOWN = (
 
 
 @functools.cache
-def register() -> None:
+def register_masks() -> None:
     """Register the functions with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -12,9 +12,11 @@ from headloom.hf.model import documents as docs
 from headloom.hf.model import share, stated
 from headloom.hf.model.attention import GraftedAttention, in_width_of, make_attention
 from headloom.hf.model.cache import DECODE_PACKED, PACKED
-from headloom.hf.model.config import MODEL_TYPE, layer_specs
+from headloom.hf.model.config import MODEL_TYPE, specs_in
 from headloom.hf.model.family import Family, attentions
-from headloom.hf.model.masks import IMPLEMENTATION, dense_mask, register
+from headloom.hf.model.layer_plan import plan_layer
+from headloom.hf.model.masks import IMPLEMENTATION, dense_mask, register_masks
+from headloom.hf.model.reports import GraftReport
 
 GROUPED_ALIGNMENT = 8  # 16 bytes of a half type
 
@@ -27,38 +29,38 @@ class Graft:
     """
 
     family: Family
+    inner_class: type | None
+    """The class of the model inside a head; None for that model's own class."""
     forward_names: tuple[str, ...]
     config: Any
+    graft_report: GraftReport | None = None
+    """What `hl.graft` changed and measured; None for a model that was built or loaded."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         from transformers.initialization import no_init_weights
 
-        register()
-        specs = layer_specs(config, self.family)
+        register_masks()
+        specs = specs_in(config, self.family)
+        whose = {name: config.headloom[name] for name in ("rotary", "projections") if name in config.headloom}
         if config._attn_implementation is None:
             config._attn_implementation = IMPLEMENTATION
         with no_init_weights():  # initialised once, below
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
             for index, (layer, spec) in enumerate(zip(self.family.layers(self), specs, strict=True)):
                 if spec is not None:
+                    plan = plan_layer(self.family, config, index, spec["mechanism"], spec.get("options") or {})
                     old = self.family.attention_of(layer)
-                    self.family.replace(layer, make_attention(self.family, config, index, spec, old))
-        self.take_base()
+                    self.family.replace(layer, make_attention(self.family, plan, old, **whose))
+        base: Any = self.base_model  # type: ignore[attr-defined]
+        if base is not self:  # the head's own `__init__` has made it: it becomes a graft that can be called and saved
+            base.__class__ = self.inner_class
+            base.record_outputs()
         self.keep_mixes_wide()
         self.post_init()  # type: ignore[attr-defined]
 
-    def take_base(self) -> None:
-        """Make the model inside a head a graft too, so that it can be called, saved and built by itself."""
-        from headloom.hf.model.classes import model_class
-
-        base: Any = self.base_model  # type: ignore[attr-defined]
-        if base is not self and not isinstance(base, Graft):
-            head: Any = type(base)
-            base.__class__ = model_class(self.family.name, head)
-            base.take_records()
-
-    def take_records(self) -> None:
-        """transformers knows what can be recorded of a model by its class, told when it is made."""
+    def record_outputs(self) -> None:
+        """Tell transformers which outputs can be recorded of a model of this class: it asks for that in a model's
+        `__init__`, which a model made otherwise has not run."""
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
         _CAN_RECORD_REGISTRY[self] = self._can_record_outputs  # type: ignore[attr-defined, index]
@@ -205,7 +207,7 @@ class Graft:
             if tokens is not None:
                 B, T = tokens.shape[:2]
                 dtype: torch.dtype = self.dtype  # type: ignore[attr-defined]
-                kwargs["attention_mask"] = stated.check(mask, B, T, self.config._attn_implementation, dtype)
+                kwargs["attention_mask"] = stated.read_mask(mask, B, T, self.config._attn_implementation, dtype)
         return alone
 
     def _check_whole(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloom.hf.model.cache import UNWRITTEN, HFCache, check_width, pack
+from headloom.hf.model.cache import UNWRITTEN, HFCache, as_pair, check_width
 from headloom.hf.model.masks import arriving
 from headloom.ops.cache import Seen
 from headloom.ops.masks import Dense, Mask, refuse
@@ -63,11 +63,11 @@ class WholeRoom(HFCache):
         return values.index_select(-1, self.index.clamp(min=0))
 
     def append(self, layer: int, new: Seen) -> Seen:
-        keys, values = (self._turn(x) for x in self.cache.update(*pack(new.slots), layer))
+        keys, values = (self._turn(x) for x in self.cache.update(*as_pair(new.slots), layer))
         return self.seen(keys, values, new, self.S - self.T)
 
     def peek(self, layer: int, new: Seen) -> Seen:
-        stored, pair = self._stored(layer), pack(new.slots)
+        stored, pair = self._stored(layer), as_pair(new.slots)
         if not stored.is_initialized:
             stored.lazy_initialization(*pair)
         keys, values = (

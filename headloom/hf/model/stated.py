@@ -29,14 +29,14 @@ def is_4d(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
-def check(mask: Any, B: int, T: int, implementation: str, dtype: torch.dtype) -> Any:
+def read_mask(mask: Any, B: int, T: int, implementation: str, dtype: torch.dtype) -> Any:
     """The caller's mask in the form that the layers of `implementation` take: booleans under "headloom", floats under
     "eager", whose layers would add booleans to the scores as 0 and 1.
 
     Raises: HeadloomError for a shape or values that the layers cannot read.
     """
     if isinstance(mask, dict):
-        return {kind: check(one, B, T, implementation, dtype) for kind, one in mask.items()}
+        return {kind: read_mask(one, B, T, implementation, dtype) for kind, one in mask.items()}
     if mask is None:
         return None
     shape = tuple(mask.shape)

@@ -170,7 +170,7 @@ def test_what_plain_weights_can_say_folds_into_an_ordinary_model(around, family)
             attention.q_mix.weight.normal_(generator=torch.Generator().manual_seed(0))
     ids = torch.randint(3, VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(1))
     expected = model(ids).logits
-    fold(model)
+    model = fold(model)
     assert type(model) is family.head_classes()["AutoModelForCausalLM"]
     torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-6)
 

@@ -40,7 +40,8 @@ def test_the_function_is_kept(base, batch, near, slack, encoder, plain, spec):
     x, mask = batch
     model = base()
     whole, rows = logits(model, x), alone(model, x, mask, encoder)
-    report = graft(model, mechanism, **options)
+    model = graft(model, mechanism, **options)
+    report = model.graft_report
     assert report.exact and report.relative <= slack and report.compared == "logits"
     near(logits(model, x), whole)
     near(logits(model, x, attention_mask=mask)[mask.bool()], rows)
@@ -52,7 +53,8 @@ def test_in_the_models_type(base, batch, near, spec, dtype):
     x, mask = batch
     model = base(dtype=dtype)
     before = logits(model, x, attention_mask=mask)
-    report = graft(model, SPECS[spec][0], **SPECS[spec][1])
+    model = graft(model, SPECS[spec][0], **SPECS[spec][1])
+    report = model.graft_report
     assert report.exact and model.dtype == dtype
     near(logits(model, x, attention_mask=mask)[mask.bool()], before[mask.bool()], 2e-4 if dtype.itemsize > 2 else 5e-2)
 
@@ -69,7 +71,7 @@ def test_packed_documents_are_apart(base, name, encoder, near, layers):
     rows = torch.cat((logits(model, x[:, :6]), logits(model, x[:, 6:])), 1)
     if not encoder:
         near(logits(model, x, position_ids=places), rows)
-    graft(model, IHA[0], layers=layers, **IHA[1])
+    model = graft(model, IHA[0], layers=layers, **IHA[1])
     near(logits(model, x, position_ids=places), rows)
     near(logits(model, x, position_ids=places, documents=documents), rows)
     assert (logits(model, x) - rows).abs().max() > 1e-3
@@ -89,7 +91,7 @@ def test_generation(base, batch, encoder, spec, layers):
     model = base(dtype=torch.float32)
     settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
     before = model.generate(x, **settings)
-    graft(model, SPECS[spec][0], layers=layers, **SPECS[spec][1])
+    model = graft(model, SPECS[spec][0], layers=layers, **SPECS[spec][1])
     assert torch.equal(model.generate(x, **settings), before)
     assert torch.equal(model.generate(x, **settings, use_cache=False), before)
 
@@ -101,7 +103,7 @@ def test_static_caches(base, batch, near, encoder, spec, layers):
     if encoder:
         return  # it has no cache
     (x, mask), model = batch, base()
-    graft(model, SPECS[spec][0], layers=layers, **SPECS[spec][1])
+    model = graft(model, SPECS[spec][0], layers=layers, **SPECS[spec][1])
     places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     whole, padded = logits(model, x), logits(model, x, attention_mask=mask, position_ids=places)
     for chunks in ([4] + [1] * 9, [6, 2, 1, 4]):
@@ -129,7 +131,7 @@ def test_a_partial_graft_keeps_the_others(base, family, batch, encoder, near):
     x, mask = batch
     model = base()
     whole, rows = logits(model, x), alone(model, x, mask, encoder)
-    graft(model, IHA[0], layers=1, **IHA[1])
+    model = graft(model, IHA[0], layers=1, **IHA[1])
     kinds = [type(family.attention_of(layer)) for layer in family.layers(model)]
     own = family.attention_class()
     assert [kind is own for kind in kinds] == [True, False, True]
@@ -137,19 +139,22 @@ def test_a_partial_graft_keeps_the_others(base, family, batch, encoder, near):
     near(logits(model, x, attention_mask=mask)[mask.bool()], rows)
 
 
-def test_the_modules_stay_the_same(base, family):
+def test_modules_are_copied_and_tensors_shared(base, family):
+    """Of the same classes, but for the attentions and the models themselves, and under the family's names."""
     model = base()
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    config, modules = model.config, dict(model.named_modules())
+    modules = dict(model.named_modules())
     attentions = tuple(path for path, module in modules.items() if type(module) is family.attention_class())
-    graft(model, IHA[0], **IHA[1])
-    after = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    assert before.items() <= after.items()
+    made = graft(model, IHA[0], **IHA[1])
+    before, after = (dict(m.named_parameters(remove_duplicate=False)) for m in (model, made))
+    assert all(after[name] is tensor for name, tensor in (*before.items(), *model.named_buffers()) if name in after)
     mixes = {name.rpartition(".")[0].rpartition(".")[2] for name in after.keys() - before.keys()}
-    assert mixes == {"q_mix", "k_mix", "v_mix", "out_mix"}
-    now = dict(model.named_modules())
-    assert all(path.startswith(attentions) for path, module in modules.items() if now.get(path) is not module)
-    assert config is not model.config and type(config) is family.config_class()
+    assert before.keys() <= after.keys() and mixes == {"q_mix", "k_mix", "v_mix", "out_mix"}
+    now = dict(made.named_modules())
+    assert not {*modules.values()} & {*now.values()}
+    kept = {path for path in modules.keys() & now.keys() if path not in attentions}
+    assert all(path.startswith(attentions) for path in modules.keys() - now.keys()), "what an attention has no use for"
+    assert all(type(now[p]) is type(modules[p]) for p in kept if modules[p] not in (model, model.base_model))
+    assert made.config is not model.config and type(model.config) is family.config_class()
 
 
 @pytest.mark.parametrize("head", [None, "AutoModel"])
@@ -158,7 +163,7 @@ def test_hidden_states(base, batch, head):
     model, other = (base(head, dtype=torch.float32).requires_grad_(False) for _ in range(2))
     before = model(x, attention_mask=mask, output_hidden_states=True).hidden_states
     for grafted in (model, other):  # with the hooks installed before the graft, and after it
-        graft(grafted, IHA[0], **IHA[1])
+        grafted = graft(grafted, IHA[0], **IHA[1])
         after = grafted(x, attention_mask=mask, output_hidden_states=True).hidden_states
         assert len(after) == len(before) == 4
         for new, old in zip(after, before, strict=True):
@@ -169,7 +174,7 @@ def test_hidden_states(base, batch, head):
 def test_a_folder_comes_back(base, family, batch, spec, tmp_path):
     x, mask = batch
     model = base(dtype=torch.float32)
-    graft(model, SPECS[spec][0], layers="0-1", **SPECS[spec][1])
+    model = graft(model, SPECS[spec][0], layers="0-1", **SPECS[spec][1])
     with torch.no_grad():
         for attention in model.grafted():
             for name, parameter in attention.named_parameters():
@@ -199,7 +204,8 @@ def test_every_head(base, family, tmp_path):
     for auto, cls in family.head_classes().items():
         model = base(auto, dtype=torch.float32)
         assert type(model) is cls
-        report = graft(model, IHA[0], **IHA[1])
+        model = graft(model, IHA[0], **IHA[1])
+        report = model.graft_report
         assert report.exact, auto
         seen[cls.__name__] = report.compared
         folder = tmp_path / auto
@@ -241,7 +247,7 @@ def test_a_base_checkpoint_loads_into_the_graft_class(base, graft_class, batch, 
 def test_gradient_checkpointing(base, name, batch, still):
     x, mask = batch
     model = base(**still(name)).train()
-    graft(model, IHA[0], **IHA[1])
+    model = graft(model, IHA[0], **IHA[1])
     grads = []
     for on in (False, True):
         if on:
@@ -257,7 +263,7 @@ def test_gradient_checkpointing(base, name, batch, still):
 def test_pseudo_heads_do_not_stay_copies(base, batch):
     x, _ = batch
     model = base().train()
-    graft(model, IHA[0], **IHA[1])
+    model = graft(model, IHA[0], **IHA[1])
     start = {n: p.detach().clone() for n, p in model.named_parameters() if "q_mix" in n or "k_mix" in n}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(10):
@@ -273,7 +279,7 @@ def test_pseudo_heads_do_not_stay_copies(base, batch):
 def test_layouts_read_and_write(base, family):
     """`weights` are what `project` multiplies by; `write` puts others in their place."""
     model = base()
-    graft(model, IHA[0], **IHA[1])
+    model = graft(model, IHA[0], **IHA[1])
     attention, layout = model.grafted()[1], family.layout
     H, G, D = attention.config.num_heads, attention.config.num_kv_heads, attention.config.hidden_size
     x = torch.randn(2, 3, D, dtype=torch.float64)

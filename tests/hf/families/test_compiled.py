@@ -14,7 +14,7 @@ def test_windows_by_layer_settle_to_one_graph(name, base, batch, counting, layer
     """A window of 5 fills while decoding; from then on every token is the same graph, and the tokens are as ever."""
     switched = {"use_sliding_window": True} if name == "qwen3" else {}
     model = base(num_hidden_layers=2, layer_types=KINDS, sliding_window=5, **switched)
-    graft(model, "iha", layers=layers, pseudo_heads=2)
+    model = graft(model, "iha", layers=layers, pseudo_heads=2)
     x, mask = batch[0][:, -3:], torch.tensor([[0, 1, 1], [1, 1, 1]])
     settings = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     wanted = model.generate(x, attention_mask=mask, use_cache=False, **settings)
@@ -26,7 +26,7 @@ def test_windows_by_layer_settle_to_one_graph(name, base, batch, counting, layer
 def test_a_4d_mask_in_a_compiled_call(base, name, near, room, counting):
     """A prefix that sees itself both ways; after it, in a static cache, a tree of drafts."""
     original, model = base(num_hidden_layers=2), base(num_hidden_layers=2)
-    graft(model, "iha", layers=0, pseudo_heads=2, order="virtual")
+    model = graft(model, "iha", layers=0, pseudo_heads=2, order="virtual")
     x, windowed = torch.randint(3, 37, (1, 9), generator=torch.Generator().manual_seed(3)), name == "mistral"
     tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]])
     drafts = torch.cat((torch.ones(4, 4 if windowed else 5), tree), 1)  # a window of 5 keeps four

@@ -22,7 +22,7 @@ def test_rotation_is_rounded_as_the_familys(base, family, dtype):
     """Bit for bit what the family's own tables and product give, in every layer."""
     model = base(dtype=torch.float32)
     rotary = copy.deepcopy(getattr(model.base_model, "rotary_emb", None))  # its frequencies stay float32, as loaded
-    graft(model, **IHA)
+    model = graft(model, **IHA)
     model = model.to(dtype)
     attentions = model.grafted()
     if rotary is None:
@@ -85,7 +85,7 @@ def test_switches(model_of, switched, number, layers):
     mask = torch.ones(2, 13, dtype=torch.long)
     mask[1, 9:] = 0
     before = hidden(model, x, attention_mask=mask)[mask.bool()]
-    assert graft(model, **IHA, layers=layers).exact
+    assert graft(model, **IHA, layers=layers).graft_report.exact
     after = hidden(model, x, attention_mask=mask)[mask.bool()]
     assert (after - before).abs().max() < 2e-4 * (before.max() - before.min())
 
@@ -109,7 +109,7 @@ BIASED = {"gpt2", "gpt_neox", "bert", "roberta"}
 
 def test_fields(base, name):
     model = base()
-    graft(model, **IHA)
+    model = graft(model, **IHA)
     configs = [attention.config for attention in model.grafted()]
     assert [c.window for c in configs] == WINDOWS.get(name, [None] * 3)
     assert {c.causal for c in configs} == {name not in ("bert", "roberta", "modernbert")}
@@ -136,7 +136,7 @@ def test_fields(base, name):
 )
 def test_fields_that_switches_set(model_of, switched, changes, found):
     model = model_of(switched, **changes)
-    graft(model, **IHA)
+    model = graft(model, **IHA)
     for field, values in found.items():
         assert [getattr(attention.config, field) for attention in model.grafted()] == values
 
@@ -155,7 +155,7 @@ def test_fields_that_switches_set(model_of, switched, changes, found):
 def test_dropout_is_kept(model_of, still, dropping, changes):
     """On the weights, and on the output where it stands inside the attention: in training only."""
     model = model_of(dropping, dtype=torch.float32, **{**still(dropping), **changes})
-    graft(model, **IHA)
+    model = graft(model, **IHA)
     attention = model.grafted()[0]
     x = torch.randn(1, 6, attention.config.hidden_size)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_positions_reach_modernbert(model_of):
     x, places = torch.randint(3, 37, (1, 9)), torch.arange(9)[None] * 3
     before = model(x, position_ids=places).logits
     assert (model(x).logits - before).abs().max() > 1e-2
-    graft(model, **IHA)
+    model = graft(model, **IHA)
     torch.testing.assert_close(model(x, position_ids=places).logits, before, rtol=0, atol=1e-6)
 
 

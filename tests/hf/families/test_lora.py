@@ -24,7 +24,7 @@ def test_lora_trains_merges_and_comes_back(base, family, name, batch, tmp_path):
 
     def fresh():
         model = base(num_hidden_layers=2)
-        hl.graft(model, mechanism, layers=1, **options)
+        model = hl.graft(model, mechanism, layers=1, **options)
         return model
 
     plain, (x, _) = fresh(), batch

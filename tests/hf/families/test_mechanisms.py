@@ -93,11 +93,9 @@ def test_grafts(base, name, encoder, plain, near, tmp_path):
     windowed = getattr(original.config, "sliding_window", None)
     auto = "AutoModelForMaskedLM" if encoder else "AutoModelForCausalLM"
     for mechanism in hl.mechanisms():
-        model = copy.deepcopy(original)
         try:
-            graft(model, mechanism, allow_change=True)
+            model = graft(copy.deepcopy(original), mechanism, allow_change=True)
         except HeadloomError:
-            assert type(model) is type(original)
             continue
         served.add(mechanism)
         branches_are_apart(stirred(model), near, name)

@@ -26,7 +26,7 @@ def goes_the_whole_way(model, encoder, batch, near, folder):
     wanted = logits(model, x, mask)
     settings = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     written = None if encoder else model.generate(x, **settings)
-    assert graft(model, "iha", pseudo_heads=2).exact
+    assert graft(model, "iha", pseudo_heads=2).graft_report.exact
     near(logits(model, x, mask), wanted, ROUNDING)
     model.save_pretrained(folder)
     assert is_causal(AutoConfig.from_pretrained(folder)) != encoder
@@ -53,7 +53,7 @@ def test_the_smallest_gpt2(tmp_path):
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=37)).eval()
     x = torch.arange(9)[None]
-    graft(model, "iha", pseudo_heads=2)
+    model = graft(model, "iha", pseudo_heads=2)
     model.save_pretrained(tmp_path)
     back = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(back(x).logits, model(x).logits, rtol=0, atol=1e-6)

@@ -40,7 +40,7 @@ def forms(visible):
 
 def grafted(model, spec, layers):
     model = copy.deepcopy(model)
-    graft(model, SPECS[spec][0], layers=layers, **SPECS[spec][1])
+    model = graft(model, SPECS[spec][0], layers=layers, **SPECS[spec][1])
     return model
 
 
