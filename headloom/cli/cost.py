@@ -77,7 +77,8 @@ def _chosen(text: str, settings: Sequence[str], all_of: Sequence[str]) -> Varian
     """A variant with the settings that are for it: name=value, for all, and its own mechanism.name=value."""
     from headloom.core.errors import unknown
     from headloom.lab.spec.options import parse_options, split_pair
-    from headloom.lab.spec.variants import OF_THE_SIZE, parse_variant, split_variant, with_defaults
+    from headloom.lab.spec.resolved import OF_THE_SIZE
+    from headloom.lab.spec.variants import parse_variant, split_variant, with_defaults
 
     mechanism, mechanisms = split_variant(text)[0], [split_variant(other)[0] for other in all_of]
     pairs = []

@@ -212,7 +212,7 @@ def markdown(reference: str, options: Options | None = None) -> str:
                     f"`{found.name}`",
                     f"**{found.title}**: {found.summary}",
                     _link(found.paper),
-                    ", ".join(f"`{part}`" for part in found.mechanisms),
+                    ", ".join(f"`{part}`" for part in found.mechanisms) or "any",
                 ]
             )
             for found in schedules().values()
@@ -226,4 +226,4 @@ def table_line(cells: Sequence[str]) -> str:
 
 
 def _link(paper: str) -> str:
-    return f"[{paper}](https://arxiv.org/abs/{paper.removeprefix('arXiv:')})"
+    return f"[{paper}](https://arxiv.org/abs/{paper.removeprefix('arXiv:')})" if paper else "none"

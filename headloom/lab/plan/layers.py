@@ -21,7 +21,7 @@ def attention_config(spec: StudySpec, variant: Variant, shape: Shape | None = No
     option: value}}.
     """
     from headloom.core.config import fields_of
-    from headloom.mechanism import AttentionConfig
+    from headloom.mechanism import AttentionConfig, mechanisms
     from headloom.mechanism.schedules import option_classes, places
 
     shape = shape or spec.shapes[variant.label]
@@ -29,7 +29,7 @@ def attention_config(spec: StudySpec, variant: Variant, shape: Shape | None = No
         made = layer_configs(spec, variant, shape)
         classes = option_classes(variant.mechanism)
         every = [config.to_dict() for _, config in made]
-        if len(classes) == 1:
+        if variant.mechanism in mechanisms():
             alike = {key: value for key, value in every[0].items() if all(one[key] == value for one in every)}
             if len(alike) == len(every[0]):
                 return {"attention": alike}

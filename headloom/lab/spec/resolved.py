@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from headloom.core.errors import HeadloomError
 from headloom.lab.spec.options import show
 
 Count = Annotated[int, Field(ge=1)]
@@ -40,6 +41,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "tokens": ("tokens",),
     "batch_size": ("batch_size", "eval_batch_size"),
 }
+
+
+# What every layer of every variant takes from the model's size: a variant that sets one is not a variant of attention.
+OF_THE_SIZE = ("hidden_size", "num_heads", "head_dim")
 
 
 class _Strict(BaseModel):
@@ -112,7 +117,17 @@ class Variant(_Strict):
         """(mechanism, options) of every layer of a model of this shape."""
         from headloom.mechanism.schedules import layers_of
 
-        return layers_of(self.mechanism, self.options, num_layers=shape.num_layers, tokens=shape.tokens)
+        found = layers_of(self.mechanism, self.options, num_layers=shape.num_layers, tokens=shape.tokens)
+        for mechanism, options in found:
+            refuse_sizes(mechanism, options)
+        return found
+
+
+def refuse_sizes(mechanism: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that every layer of every variant takes from the model's size."""
+    for name in OF_THE_SIZE:
+        if name in options:
+            raise HeadloomError(f"{mechanism} sets {name}, which all variants share: choose it for all with --size")
 
 
 class BudgetSpec(_Strict):

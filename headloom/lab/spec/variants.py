@@ -15,10 +15,7 @@ from typing import Any
 from headloom.core.errors import HeadloomError, near
 from headloom.lab.spec.names import check_name
 from headloom.lab.spec.options import parse_options, pieces, split_pair
-from headloom.lab.spec.resolved import Variant
-
-# What every layer of every variant takes from the model's size: a variant that sets one is not a variant of attention.
-OF_THE_SIZE = ("hidden_size", "num_heads", "head_dim")
+from headloom.lab.spec.resolved import Variant, refuse_sizes
 
 
 @dataclass(frozen=True)
@@ -163,11 +160,8 @@ def refuse_duplicates(resolved: Mapping[str, tuple[str, Mapping[str, Any]]]) -> 
 def with_defaults(variant: Variant, chosen: Mapping[str, Any], *, of_size: bool = False) -> Variant:
     """The variant with `chosen` over its own options, and defaults.toml under both. of_size: it may set its size."""
     given = {**variant.options, **chosen}
-    for name in () if of_size else OF_THE_SIZE:
-        if name in given:
-            raise HeadloomError(
-                f"{variant.mechanism} sets {name}, which all variants share: choose it for all with --size"
-            )
+    if not of_size:
+        refuse_sizes(variant.mechanism, given)
     added = {name: value for name, value in defaults().options.get(variant.mechanism, {}).items() if name not in given}
     return variant.model_copy(update={"options": {**added, **given}, "defaulted": tuple(added)})
 
