@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headloom.bench.asked import DTYPES
 from headloom.core.errors import HeadloomError
-from headloom.train import records
+from headloom.core.machine import ran_on, versions
 from headloom.train.config import check_device
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class Setting:
         return {
             **{name: getattr(self, name) for name in fields},
             "threads": self.threads or torch.get_num_threads(),
-            "machine": records.ran_on(torch.cuda.get_device_name() if self.device == "cuda" else None),
-            "versions": records.versions(),
+            "machine": ran_on(torch.cuda.get_device_name() if self.device == "cuda" else None),
+            "versions": versions(),
         }
 
 

@@ -25,6 +25,7 @@ from headloom.core.heap import keep_freed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headloom.records.tuning import TuningResult
     from headloom.train.config import Arm
 
 GRAFTED, UNGRAFTED = "grafted", "ungrafted"
@@ -75,11 +76,11 @@ def finetune(
     documents, or of one document its last tenth. The folder gets both tuned models and result.json.
     """
     from headloom.core.locks import LOCK
-    from headloom.data import check_corpus, load_corpus
+    from headloom.data.corpus import check_corpus, load_corpus
     from headloom.hf.places import new_folder
     from headloom.lab.run.progress import Bar
+    from headloom.records.tuning import ASKED
     from headloom.train.config import Arm, fine_tunings
-    from headloom.train.records import CONFIG
 
     recipe: dict[str, Any] = {
         "steps": steps,
@@ -96,7 +97,7 @@ def finetune(
     if validation_bytes < 1:
         raise HeadloomError(f"validation_bytes must be at least 1, not {validation_bytes}")
     check_corpus(data, limit_bytes=limit_bytes, text_column=text_column)
-    if out.exists() and not (out / CONFIG).is_file():
+    if out.exists() and not ASKED.is_in(out):
         new_folder(out, besides=LOCK)
     arms = arms_of(model, to, settings or [], layers, allow_change, original, only_grafted)
     from headloom.train.finetune import finetune as run
@@ -118,9 +119,9 @@ def finetune(
             typer.echo(f"stopped; what is done is kept in {out}: the same command goes on", err=True)
             raise typer.Exit(INTERRUPTED) from None
         if as_json:
-            print_json({"folder": str(out), **found}, stdout)
+            print_json({"folder": str(out), **found.to_dict()}, stdout)
         else:
-            show(found, out, bar.noted)
+            _show(found, out, bar.noted)
 
 
 def arms_of(
@@ -161,7 +162,7 @@ def arms_of(
     return {GRAFTED: Arm(model, spec), **({} if only_grafted else {UNGRAFTED: Arm(model)})}
 
 
-def show(found: dict[str, Any], out: Path, noted: Sequence[str] = ()) -> None:
+def _show(found: TuningResult, out: Path, noted: Sequence[str]) -> None:
     """The table, what the difference is, and where the models are. noted: notes that were said before."""
     from rich.table import Table
 
@@ -171,30 +172,27 @@ def show(found: dict[str, Any], out: Path, noted: Sequence[str] = ()) -> None:
     table = Table(pad_edge=False)
     for place, name in enumerate(("model", "parameters", "before", "after", "change", "s / step", "training s")):
         table.add_column(name, justify="left" if place == 0 else "right")
-    for name, arm in found["arms"].items():
-        runs, before = arm["runs"], arm["before"]
-        after = spread([run["bits_per_byte"] for run in runs])
+    for name, arm in found.arms.items():
+        after, before = spread([run.bits_per_byte for run in arm.runs]), arm.before
         noise = "" if after.sd is None else f" (sd {after.sd:.4f})"
         table.add_row(
             name,
-            f"{before['parameters']:,}",
-            f"{before['bits_per_byte']:.4f}",
+            f"{before.parameters:,}",
+            f"{before.bits_per_byte:.4f}",
             f"{after.mean:.4f}{noise}",
-            f"{(after.mean or 0) - before['bits_per_byte']:+.4f}",
-            f"{spread([run['step_time_seconds'] for run in runs]).mean:.2f}",
-            f"{sum(run['train_seconds'] for run in runs):.0f}",
+            f"{(after.mean or 0) - before.bits_per_byte:+.4f}",
+            f"{spread([run.step_time_seconds for run in arm.runs]).mean:.2f}",
+            f"{sum(run.train_seconds for run in arm.runs):.0f}",
         )
     screen.print(table)
-    notes = [note for note in found["notes"] if note not in noted]
-    for line in (next(iter(found["arms"].values()))["before"]["text"], *notes):
+    notes = [note for note in found.notes if note not in noted]
+    for line in (next(iter(found.arms.values())).before.text, *notes):
         screen.print(line, markup=False, soft_wrap=True)
-    for arm in found["arms"].values():
-        if arm["before"]["graft"]:
-            screen.print(arm["before"]["graft"], markup=False, soft_wrap=True)
-    if set(found["arms"]) == {GRAFTED, UNGRAFTED}:
-        by_seed = {
-            name: {run["seed"]: run["bits_per_byte"] for run in arm["runs"]} for name, arm in found["arms"].items()
-        }
+    for arm in found.arms.values():
+        if arm.before.graft:
+            screen.print(arm.before.graft, markup=False, soft_wrap=True)
+    if set(found.arms) == {GRAFTED, UNGRAFTED}:
+        by_seed = {name: {run.seed: run.bits_per_byte for run in arm.runs} for name, arm in found.arms.items()}
         paired = paired_difference(by_seed[GRAFTED], by_seed[UNGRAFTED])
         noise = (
             "one seed: what is noise is not known"

@@ -83,8 +83,13 @@ def _options(name: str, as_json: bool) -> None:
     out = console()
     paper = f" ({lines['paper']})" if lines["paper"] else ""
     out.print(f"{name}: {lines['title']}{paper}\n{lines['summary']}", markup=False, soft_wrap=True)
-    for own, heading in ((True, "Its own options"), (False, "Options of all mechanisms")):
-        rows = [option for option in found if option.own == own]
+    of_bases = list(dict.fromkeys(base for option in found for base in option.bases))
+    parts = {
+        "Its own options": [option for option in found if option.own],
+        f"Options of base {' and '.join(of_bases)}": [option for option in found if option.bases],
+        "Options of all mechanisms": [option for option in found if not option.own and not option.bases],
+    }
+    for heading, rows in parts.items():
         if rows:
             out.print(f"\n{heading}", markup=False)
             out.print(_definitions(rows))

@@ -1,4 +1,4 @@
-"""Where checkpoints are and go, as commands name them, and what can be said of that without transformers and torch."""
+"""Paths and names of checkpoints as commands take them, checked before transformers and torch are imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vo
 
 
 def check_checkpoint(source: str | Path, *, dtype: str = "auto") -> None:
-    """Refuse a place where no checkpoint can be, and an unknown dtype."""
+    """Raise HeadloomError for a place where no checkpoint can be, or an unknown dtype."""
     if dtype not in DTYPES:
         raise HeadloomError(f"unknown dtype '{dtype}'.{near(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}")
     where, file = locate(str(source))
@@ -64,7 +64,10 @@ def place_for(out: Path) -> Iterator[None]:
 
 
 def locate(source: str) -> tuple[str, str | None]:
-    """What transformers calls it: (folder or hub name, GGUF file in it or None)."""
+    """What transformers calls a checkpoint: (folder or hub name, GGUF file in it or None).
+
+    Raises: HeadloomError where there is none.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         return str(path), None
@@ -97,7 +100,7 @@ def read_layers(layers: str) -> list[int]:
 
 @contextlib.contextmanager
 def saying(source: str | Path) -> Iterator[None]:
-    """Whatever stops the libraries from reading a checkpoint, as one line: their errors have no common base."""
+    """Inside, any error of the libraries that read a checkpoint becomes one HeadloomError with its first line."""
     try:
         yield
     except HeadloomError:
@@ -109,7 +112,7 @@ def saying(source: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars: commands show their own."""
+    """Inside, transformers shows no progress bars: commands show their own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

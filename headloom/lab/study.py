@@ -22,7 +22,7 @@ from headloom.train.config import check_device
 from headloom.train.tracking import check_name
 
 if TYPE_CHECKING:
-    from headloom.data import Corpus
+    from headloom.data.corpus import Corpus
 
 
 class Study(WrittenStudy):
@@ -72,7 +72,8 @@ def run_study(
 
 def check_places(study: WrittenStudy) -> None:
     """Refuse what can be known to be wrong from names, paths and this machine, before anything is read or built."""
-    from headloom.data import check_corpus, check_tokenizer
+    from headloom.data.corpus import check_corpus
+    from headloom.data.tokenizer import check_tokenizer
 
     get_size(study.size)
     check_name(study.engine.track)

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from headloom.contract.config import need
+from headloom.contract.common import need
 from headloom.core.config import Config, check_names, fields_of, unknown_option
 from headloom.core.errors import HeadloomError, unknown
 from headloom.core.registry import Registry

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from headloom.core.files import read_json, write_json
+from headloom.records.metrics import Metrics
+from headloom.records.runs import CHECKPOINTS, MARK, CheckpointMark
 from headloom.train import sharding
-from headloom.train.records import Metrics
-
-FOLDER, MARKER = "checkpoints", "complete.json"
 
 
 @dataclass(frozen=True)
@@ -40,23 +38,23 @@ class Checkpoint:
 def latest(folder: Path) -> Checkpoint | None:
     """The last complete checkpoint of a run's folder."""
     found = []
-    for path in (folder / FOLDER).glob("step-*"):
-        mark = read_json(path / MARKER)
+    for path in (folder / CHECKPOINTS).glob("step-*"):
+        mark = MARK.read_if_there(path)
         if mark is not None:
-            found.append(Checkpoint(path, int(mark["step"]), mark["score_paths"], mark.get("sharded", False)))
+            found.append(Checkpoint(path, mark.step, mark.score_paths, mark.sharded))
     return max(found, key=lambda checkpoint: checkpoint.step, default=None)
 
 
 def remove_incomplete(folder: Path) -> None:
     """Remove what a kill left half written."""
-    for path in (folder / FOLDER).glob("*"):
-        if not (path.name.startswith("step-") and (path / MARKER).is_file()):
+    for path in (folder / CHECKPOINTS).glob("*"):
+        if not (path.name.startswith("step-") and MARK.is_in(path)):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_all(folder: Path) -> None:
     """A finished run needs none."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
 class Checkpoints(TrainerCallback):
@@ -71,7 +69,7 @@ class Checkpoints(TrainerCallback):
         score_paths: Mapping[str, int],
         on_sealed: Callable[[], None],
     ) -> None:
-        self._folder, self._seconds, self._metrics = folder / FOLDER, seconds, metrics
+        self._folder, self._seconds, self._metrics = folder / CHECKPOINTS, seconds, metrics
         self._paths, self._on_sealed = score_paths, on_sealed
         self._last = time.monotonic()
 
@@ -94,8 +92,10 @@ class Checkpoints(TrainerCallback):
             self._metrics.sync()
             written = self._folder / f"checkpoint-{state.global_step}"
             sync_tree(written)
-            mark = {"step": state.global_step, "score_paths": dict(self._paths), "sharded": sharding.asked_for()}
-            write_json(written / MARKER, mark)
+            MARK.write(
+                written,
+                CheckpointMark(step=state.global_step, score_paths=dict(self._paths), sharded=sharding.asked_for()),
+            )
             sealed = self._folder / f"step-{state.global_step}"
             written.rename(sealed)
             sync(self._folder)

@@ -22,14 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headloom.core.errors import HeadloomError, near
 from headloom.core.files import write_text
+from headloom.records.runs import RUN_YAML, RunResult
 from headloom.train import tracking
 from headloom.train.config import RunConfig, check_device, evaluation_bytes
-from headloom.train.records import RunResult
 
 if TYPE_CHECKING:
     from headloom.train.trainer import Progress
-
-FILE = "run.yaml"
 
 
 class Text(BaseModel):
@@ -55,7 +53,9 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise HeadloomError(f"'{path}' does not exist: give a run's YAML file (headloom train writes {FILE})") from None
+        raise HeadloomError(
+            f"'{path}' does not exist: give a run's YAML file (headloom train writes {RUN_YAML})"
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise HeadloomError(f"'{path}' cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
@@ -85,7 +85,8 @@ def text_of(values: dict[str, Any]) -> Text:
 def check_run(run: RunConfig, text: Text, folder: str | Path, *, track: str | None = None) -> None:
     """Refuse what can be known to be wrong from names, paths and this machine: nothing is read, and torch is imported
     only to be asked for a GPU."""
-    from headloom.data import check_corpus, check_tokenizer
+    from headloom.data.corpus import check_corpus
+    from headloom.data.tokenizer import check_tokenizer
 
     tracking.check_name(track)
     check_corpus(text.data, text_column=text.text_column)
@@ -111,7 +112,9 @@ def train_text(
     import yaml
 
     check_run(run, text, folder, track=options.get("track"))
-    from headloom.data import load_corpus, make_tokenizer, prepare
+    from headloom.data.corpus import load_corpus
+    from headloom.data.packing import prepare
+    from headloom.data.tokenizer import make_tokenizer
     from headloom.train.run import train, writes_records
 
     corpus = load_corpus(text.data, text_column=text.text_column)
@@ -124,5 +127,5 @@ def train_text(
     result = train(run, data, tokenizer, folder, on_progress, **options)
     if writes_records():
         written = {**run.model_dump(mode="json", exclude_defaults=True), **text.model_dump()}
-        write_text(Path(folder) / FILE, yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
+        write_text(Path(folder) / RUN_YAML, yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
     return result

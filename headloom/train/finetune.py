@@ -1,17 +1,12 @@
 """Fine-tuning a checkpoint with and without a graft, the same way, and what each pays for text it has not seen.
 
 Every arm is one `headloom.train.train`: the same rows in the same order, steps, learning rates and seeds; they differ
-in the attention alone. Seeds order the data; a graft starts the same for all of them. The folder:
-
-    config.json               what was asked, and the data's fingerprint; another question is refused
-    result.json               everything measured, rewritten as each run ends
-    <arm>/before.json         bits per byte before training, parameters, and what the graft changed
-    <arm>/seed-<n>/           one run as headloom.train.records says, with the tuned model in model/
+in the attention alone. Seeds order the data; a graft starts the same for all of them. What the folder holds:
+`headloom.records.tuning`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,23 +17,35 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from headloom import hf
 from headloom.core.errors import HeadloomError
-from headloom.core.files import saying_when_full, write_json
+from headloom.core.files import saying_when_full
 from headloom.core.locks import LOCK, locked
-from headloom.data import Corpus, TokenData, prepare
+from headloom.core.machine import ran_on, versions
+from headloom.data.corpus import Corpus
+from headloom.data.packing import TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
 from headloom.hf.grafting.groups import mix_groups
 from headloom.hf.places import new_folder
-from headloom.train import records
+from headloom.records import runs
+from headloom.records.runs import RunResult
+from headloom.records.surroundings import Machine
+from headloom.records.tuning import (
+    ASKED,
+    BEFORE,
+    RESULT,
+    BeforeTuning,
+    TunedArm,
+    TuningAsked,
+    TuningResult,
+    run_folder,
+)
 from headloom.train.config import Arm, FineTuneConfig, fine_tunings
-from headloom.train.records import RunResult, versions
 from headloom.train.run import resolve, train
 
-BEFORE = "before.json"
 Runs = Mapping[tuple[str, int], FineTuneConfig]
 
 
-class Progress(Protocol):
+class TuningProgress(Protocol):
     """What is told while it runs; `headloom.lab.run.progress.Bar` serves."""
 
     def stage(self, text: str) -> None: ...
@@ -58,9 +65,9 @@ def finetune(
     validation_bytes: int | None = 2**16,
     save_models: bool = True,
     checkpoint_seconds: float | None = 60.0,
-    progress: Progress | None = None,
+    progress: TuningProgress | None = None,
     **recipe: Any,
-) -> dict[str, Any]:
+) -> TuningResult:
     """Train every arm with every seed and measure it before and after.
 
     Args:
@@ -72,7 +79,7 @@ def finetune(
         checkpoint_seconds: training time between a run's checkpoints, 0 for one after every step, None for none.
         recipe: `tokens`, `batch_size`, `steps`, `learning_rate`, ... of `headloom.train.config.Recipe`.
     Returns:
-        What result.json holds.
+        What result.json holds, which stands in `out` too.
     Raises:
         HeadloomError: a wrong call, or another process is writing `out`; nothing was trained.
         RunError: a run's numbers are no longer finite; what was finished before it stays.
@@ -82,10 +89,11 @@ def finetune(
     first = next(iter(configs.values()))
     tokenizer = _tokenizer(arms)
     data = prepare(corpus, tokenizer, context=first.tokens, validation_bytes=validation_bytes)
-    asked = {"fingerprint": data.fingerprint, "runs": [config.to_dict() for config in configs.values()]}
+    asked = TuningAsked(fingerprint=data.fingerprint, runs=tuple(config.to_dict() for config in configs.values()))
     _check(out, asked)
     with locked(out), saying_when_full(out):
-        done = {key for key, run in configs.items() if _finished(_folder(out, *key), resolve(run, data, tokenizer))}
+        done = {key for key, run in configs.items() if _finished(run_folder(out, *key), resolve(run, data, tokenizer))}
+        known: dict[tuple[str, int], RunResult] = {}
         if progress:
             for note in data.notes:
                 progress.note(note)
@@ -99,8 +107,8 @@ def finetune(
             result = _train(config, data, tokenizer, out, asked, save_models, checkpoint_seconds, told)
             if progress:
                 progress.ran(number, f"{result.bits_per_byte:.4f} bits per byte after {result.train_seconds:.0f} s")
-            _result(out, configs, data)
-        return _result(out, configs, data)
+            _result(out, configs, data, known)
+        return _result(out, configs, data, known)
 
 
 def _train(
@@ -108,12 +116,12 @@ def _train(
     data: TokenData,
     tokenizer: PreTrainedTokenizerFast,
     out: Path,
-    asked: dict[str, Any],
+    asked: TuningAsked,
     save_model: bool,
     checkpoint_seconds: float | None,
     told: Callable[[int, float], None] | None,
 ) -> RunResult:
-    before = out / config.name / BEFORE
+    arm = out / config.name
 
     def make(run: FineTuneConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         model = checkpoints.load_checkpoint(run.model, dtype="float32", causal=True).model.to(run.device)
@@ -123,13 +131,20 @@ def _train(
             model = hf.graft(model, spec.mechanism, layers=spec.layers, allow_change=spec.allow_change, **spec.options)
             report = model.graft_report
         _fits(model, run, tokenizer)
-        before.parent.mkdir(parents=True, exist_ok=True)  # only now: a call that was wrong leaves nothing behind
-        write_json(out / records.CONFIG, asked)
-        if not before.is_file():
+        arm.mkdir(parents=True, exist_ok=True)  # only now: a call that was wrong leaves nothing behind
+        ASKED.write(out, asked)
+        if not BEFORE.is_in(arm):
             size = run.eval_batch_size or run.micro_batch_size
             half = torch.bfloat16 if run.dtype == "bfloat16" else None
             found = bits_per_byte(model, data.validation, context=run.tokens, batch_size=size, dtype=half)
-            write_json(before, {**_about(model, report), "bits_per_byte": found.bits_per_byte, "text": found.text})
+            before = BeforeTuning(
+                parameters=sum(p.numel() for p in model.parameters()),
+                graft=None if report is None else str(report),
+                difference=None if report is None else report.difference,
+                bits_per_byte=found.bits_per_byte,
+                text=found.text,
+            )
+            BEFORE.write(arm, before)
         return model
 
     def step(step: int, steps: int, loss: float) -> None:
@@ -141,21 +156,13 @@ def _train(
         config,
         data,
         tokenizer,
-        _folder(out, config.name, config.seed),
+        run_folder(out, config.name, config.seed),
         step,
         checkpoint_seconds=checkpoint_seconds,
         save_model=save_model,
         groups=hf.parameter_groups if rate is None else partial(mix_groups, mix_learning_rate=rate),
         make_model=make,
     )
-
-
-def _about(model: PreTrainedModel, report: hf.GraftReport | None) -> dict[str, Any]:
-    return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "graft": None if report is None else str(report),
-        "difference": None if report is None else report.difference,
-    }
 
 
 def _tokenizer(arms: Mapping[str, Arm]) -> PreTrainedTokenizerFast:
@@ -183,16 +190,11 @@ def _fits(model: PreTrainedModel, run: FineTuneConfig, tokenizer: PreTrainedToke
 
 
 # ---- the folder -----------------------------------------------------------------------------------------------------
-def _folder(out: Path, name: str, seed: int) -> Path:
-    return out / name / f"seed-{seed}"
-
-
-def _check(out: Path, asked: dict[str, Any]) -> None:
+def _check(out: Path, asked: TuningAsked) -> None:
     """Refuse a folder that holds something else."""
-    held = out / records.CONFIG
-    if not held.is_file():
+    if not ASKED.is_in(out):
         new_folder(out, besides=LOCK)
-    elif json.loads(held.read_text(encoding="utf-8")) != asked:
+    elif ASKED.read(out) != asked:
         raise HeadloomError(
             f"'{out}' holds another fine-tuning (other data or settings): give another folder, or remove this one"
         )
@@ -200,35 +202,36 @@ def _check(out: Path, asked: dict[str, Any]) -> None:
 
 def _finished(folder: Path, config: FineTuneConfig) -> bool:
     """Whether this very run is complete in `folder`."""
-    held = folder / records.CONFIG
-    if not (folder / records.RESULT).is_file() or not held.is_file():
-        return False
-    return json.loads(held.read_text(encoding="utf-8")) == config.to_dict()
+    return runs.RESULT.is_in(folder) and runs.CONFIG.read_if_there(folder) == config.to_dict()
 
 
-def _result(out: Path, configs: Runs, data: TokenData) -> dict[str, Any]:
-    """Everything measured so far, as result.json."""
-    arms: dict[str, dict[str, Any]] = {}
-    for (name, seed), config in configs.items():
-        folder = _folder(out, name, seed)
-        if not (folder / records.RESULT).is_file():
-            continue
-        if name not in arms:
-            before = json.loads((out / name / BEFORE).read_text(encoding="utf-8"))
-            spec = None if config.graft is None else config.graft.model_dump(mode="json")
-            arms[name] = {"model": config.model, "graft": spec, "before": before, "runs": []}
-        run = RunResult.read(folder).to_dict()
-        arms[name]["runs"].append({key: value for key, value in run.items() if key not in ("versions", "machine")})
-    shared = next(iter(configs.values()))
-    found = {
-        "data": data.title,
-        "notes": list(data.notes),
-        "fingerprint": data.fingerprint,
-        "settings": {k: v for k, v in shared.to_dict().items() if k not in ("name", "seed", "model", "graft")},
-        "complete": sum(len(arm["runs"]) for arm in arms.values()) == len(configs),
-        "arms": arms,
-        "versions": versions(),
-        "machine": records.ran_on(),
-    }
-    write_json(out / records.RESULT, found)
+def _result(out: Path, configs: Runs, data: TokenData, known: dict[tuple[str, int], RunResult]) -> TuningResult:
+    """Everything measured so far, as result.json. `known`: the results that were read before, which do not change."""
+    for key in configs.keys() - known.keys():
+        result = runs.RESULT.read_if_there(run_folder(out, *key))
+        if result is not None:
+            known[key] = result
+    arms = {}
+    for name in dict.fromkeys(name for name, _ in configs):
+        mine = [key for key in configs if key[0] == name and key in known]
+        if mine:
+            config = configs[mine[0]]
+            arms[name] = TunedArm(
+                model=config.model,
+                graft=None if config.graft is None else config.graft.model_dump(mode="json"),
+                before=BEFORE.read(out / name),
+                runs=tuple(known[key].numbers for key in mine),
+            )
+    shared = next(iter(configs.values())).to_dict()
+    found = TuningResult(
+        data=data.title,
+        notes=tuple(data.notes),
+        fingerprint=data.fingerprint,
+        settings={key: value for key, value in shared.items() if key not in ("name", "seed", "model", "graft")},
+        complete=len(known) == len(configs),
+        arms=arms,
+        versions=versions(),
+        machine=Machine.model_validate(ran_on()),
+    )
+    RESULT.write(out, found)
     return found

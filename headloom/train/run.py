@@ -19,16 +19,21 @@ from transformers.utils import logging
 
 from headloom import hf
 from headloom.core.errors import HeadloomError, RunError
-from headloom.core.files import DiskFull, is_full, saying_when_full, whole_folder, write_json
+from headloom.core.files import DiskFull, is_full, saying_when_full, whole_folder
 from headloom.core.locks import locked
+from headloom.core.machine import ran_on, versions
 from headloom.data.packing import TokenData, TokenStream, TrainingRows
 from headloom.evaluate.bits import bits_per_byte
 from headloom.ops import scores
-from headloom.train import checkpoints, records, sharding, tracking
+from headloom.records.arrays import write_mixes, write_pictures
+from headloom.records.metrics import Metrics
+from headloom.records.runs import CHECKPOINTS, FAILURE, MODEL, RESULT, RunFailure, RunResult
+from headloom.records.surroundings import Machine
+from headloom.train import checkpoints, sharding, tracking
+from headloom.train import folder as folders
 from headloom.train.config import Recipe, RunConfig, check_device
-from headloom.train.records import Metrics, RunResult
 from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
-from headloom.train.weights import checksum, mixing_weights, pictures, save_mixes, save_pictures, values
+from headloom.train.weights import checksum, drawn, mixing_weights, pictures, values
 
 R = TypeVar("R", bound=Recipe)
 
@@ -129,7 +134,7 @@ def train(
         run: everything that decides the numbers; the same resolved run gives bit-equal losses on one CPU.
         data: from headloom.data.prepare, with this tokenizer.
         folder: new, empty, or left by this very run, which goes on from its last checkpoint, or else starts afresh.
-            Filled as headloom.train.records says.
+            Filled as headloom.records.runs says.
         on_progress: called after each step with (step, steps, loss).
         selection: a text to measure besides, that learning rates are chosen by.
         flops_per_token: what a predicted token costs in training, for the records.
@@ -152,17 +157,17 @@ def train(
     with locked(folder) if writes else nullcontext(), saying_when_full(folder), isolated(run):
         model = make_model(run, tokenizer)
         shown = pictures(model)
-        before_training = values(model, shown)  # of a run that goes on too: its checkpoint is read later
+        before_training = values(model.state_dict(), shown)  # of a run that goes on too: its checkpoint is read later
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
         if writes:
-            _open(folder, run)
-        checkpoint, before = _made_before(folder)
+            folders.prepare(folder, run.to_dict())
+        checkpoint, before = folders.made_before(folder)
         if checkpoint is not None and checkpoint.sharded != sharding.asked_for():
             raise HeadloomError(
                 f"'{folder}' holds a checkpoint {'of' if checkpoint.sharded else 'without'} FSDP: go on as the run was "
-                f"launched before, or remove {folder / checkpoints.FOLDER} to start afresh"
+                f"launched before, or remove {folder / CHECKPOINTS} to start afresh"
             )
-        metrics = Metrics(folder / records.METRICS, before) if writes else None
+        metrics = Metrics(folder, before) if writes else None
         evaluate = partial(
             bits_per_byte,
             model,
@@ -194,7 +199,7 @@ def train(
                             on_sealed=recorder.start_clock,
                         )
                     )
-                place = str(folder / checkpoints.FOLDER)
+                place = str(folder / CHECKPOINTS)
                 trainer = RunTrainer(run, model, rows, groups=groups, callbacks=callbacks, folder=place, track=track)
                 recorder.tell = trainer.log if track else None
                 trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
@@ -216,10 +221,10 @@ def train(
         if writes:
             if save_model:
                 whole = trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-                _save(whole, weights, tokenizer, folder / "model")
-            save_pictures(folder / records.PICTURES, shown, before_training, weights)
-            save_mixes(folder / records.MIXES, mixing_weights(model), weights)
-            write_json(folder / records.RESULT, result.to_dict())
+                _save(whole, weights, tokenizer, folder / MODEL)
+            write_pictures(folder, drawn(shown, before_training, weights))
+            write_mixes(folder, values(weights, mixing_weights(model)))
+            RESULT.write(folder, result)
             checkpoints.remove_all(folder)
         return result
 
@@ -229,29 +234,8 @@ def writes_records() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _open(folder: Path, run: Recipe) -> None:
-    """Make the folder ready; what a run cannot go on from is removed."""
-    records.open_folder(folder, run.to_dict())
-    checkpoints.remove_incomplete(folder)
-    if _made_before(folder)[0] is None:
-        checkpoints.remove_all(folder)
-
-
-def _made_before(folder: Path) -> tuple[checkpoints.Checkpoint | None, list[dict[str, Any]]]:
-    """The checkpoint to go on from and the records up to it; a checkpoint without all of them is none.
-
-    Every process of a run reads this for itself, and the first one changes nothing that would have another answer.
-    """
-    checkpoint = checkpoints.latest(folder)
-    if checkpoint is not None:
-        before = [record for record in records.read_metrics(folder) if record["step"] <= checkpoint.step]
-        if [r["step"] for r in before if r["kind"] == "train"] == list(range(1, checkpoint.step + 1)):
-            return checkpoint, before
-    return None, []
-
-
 def _fail(folder: Path, run: Recipe, step: int, error: RunError) -> None:
-    write_json(folder / records.FAILURE, {"name": run.name, "seed": run.seed, "step": step, "reason": str(error)})
+    FAILURE.write(folder, RunFailure(name=run.name, seed=run.seed, step=step, reason=str(error)))
     checkpoints.remove_all(folder)
 
 
@@ -298,9 +282,9 @@ def _result(
         tokens_per_second=recorder.tokens(1) / middle,
         score_paths=paths,
         fingerprint=data.fingerprint,
-        versions=records.versions(),
-        machine=records.ran_on(
-            torch.cuda.get_device_name() if run.device == "cuda" else None, sharded=trainer.is_fsdp_enabled
+        versions=versions(),
+        machine=Machine.model_validate(
+            ran_on(torch.cuda.get_device_name() if run.device == "cuda" else None, sharded=trainer.is_fsdp_enabled)
         ),
     )
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from headloom.core.errors import HeadloomError, unknown
+from headloom.records.runs import TRACKING
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
-FOLDER = "tracking"
 
 
 def check_name(track: str | None) -> None:
@@ -62,7 +62,7 @@ def environment(track: str | None, folder: Path) -> Iterator[None]:
     }.get(track or "", {})
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     if added:
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        (folder / TRACKING).mkdir(parents=True, exist_ok=True)
     os.environ.update(added)
     before, status = _open_run(track), 1
     try:
@@ -85,7 +85,7 @@ def _close(track: str, status: int) -> None:
 
 
 def _place(folder: Path) -> Path:
-    return (folder / FOLDER).absolute()
+    return (folder / TRACKING).absolute()
 
 
 def _open_run(track: str | None) -> Any:

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -14,11 +14,13 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.trainer_callback import PrinterCallback
 
 from headloom.core.errors import HeadloomError, RunError
+from headloom.core.machine import world_size
 from headloom.data.packing import TrainingRows
 from headloom.evaluate.bits import BitsPerByte
+from headloom.records.metrics import HeldOutLine, Line, Metrics, TrainLine
+from headloom.records.runs import CurvePoint
 from headloom.train import sharding
 from headloom.train.config import Recipe
-from headloom.train.records import CurvePoint, Metrics, world_size
 
 ParameterGroups = Callable[[torch.nn.Module, float], list[dict[str, Any]]]
 Progress = Callable[[int, int, float], None]
@@ -171,7 +173,7 @@ class Recorder(TrainerCallback):
         evaluate: measures the whole validation text, at the end.
         evaluate_part: measures the part of it that is read along the way; None where that is the whole.
         flops_per_token: what a predicted token costs in training, for the records.
-        before: the records of the steps made before, when a run goes on.
+        before: the metrics of the steps made before, when a run goes on.
     """
 
     def __init__(
@@ -183,16 +185,16 @@ class Recorder(TrainerCallback):
         *,
         evaluate_part: Callable[[], BitsPerByte] | None = None,
         flops_per_token: float | None = None,
-        before: Sequence[dict[str, Any]] = (),
+        before: Sequence[Line] = (),
     ) -> None:
         self.run, self._metrics, self._evaluate, self._on_progress = run, metrics, evaluate, on_progress
         self._evaluate_part, self._curve_steps = evaluate_part, frozenset(run.evaluation_steps)
         self._flops_per_token = flops_per_token
-        made = [record for record in before if record["kind"] == "train"]
-        ends = [0.0, *(record["seconds"] for record in made)]
+        made = [line for line in before if isinstance(line, TrainLine)]
+        ends = [0.0, *(line.seconds for line in made)]
         self.step_seconds: list[float] = [end - start for start, end in itertools.pairwise(ends)]
-        self.train_loss = made[-1]["loss"] if made else math.nan
-        self.curve = [CurvePoint.of(record) for record in before if record["kind"] == "curve"]
+        self.train_loss = made[-1].loss if made else math.nan
+        self.curve: list[CurvePoint] = [line.point for line in before if line.kind == "curve"]
         self.curve_text = ""
         self.eval_seconds = 0.0
         self.final: BitsPerByte | None = None
@@ -240,19 +242,21 @@ class Recorder(TrainerCallback):
                     "a longer warm-up, or a smaller clip."
                 )
         self.train_loss = loss
-        self._write("train", step, seconds, loss=loss, learning_rate=rate, grad_norm=norm)
+        self._write(TrainLine(**self._spent(step, seconds), loss=loss, learning_rate=rate, grad_norm=norm))
         self._validate(step, seconds)
         if self._on_progress is not None:
             self._on_progress(step, self.run.steps, loss)
         self.start_clock()
 
-    def _write(self, kind: str, step: int, seconds: float, **values: float) -> None:
+    def _write(self, line: Line) -> None:
         if self._metrics is not None:
-            tokens = self.tokens(step)
-            flops = None if self._flops_per_token is None else tokens * self._flops_per_token
-            self._metrics.write(
-                {"kind": kind, "step": step, "tokens": tokens, "flops": flops, "seconds": seconds, **values}
-            )
+            self._metrics.write(line)
+
+    def _spent(self, step: int, seconds: float) -> dict[str, Any]:
+        """What every line of the metrics begins with."""
+        tokens = self.tokens(step)
+        flops = None if self._flops_per_token is None else tokens * self._flops_per_token
+        return {"step": step, "tokens": tokens, "flops": flops, "seconds": seconds}
 
     def _validate(self, step: int, seconds: float) -> None:
         """The curve where a point of it is due, and the whole text at the end."""
@@ -266,7 +270,9 @@ class Recorder(TrainerCallback):
             again = part or (self._evaluate if whole is None else lambda: whole)
             self.curve_text = self._measured("curve", again, step, seconds).text
 
-    def _measured(self, kind: str, evaluate: Callable[[], BitsPerByte], step: int, seconds: float) -> BitsPerByte:
+    def _measured(
+        self, kind: Literal["curve", "eval"], evaluate: Callable[[], BitsPerByte], step: int, seconds: float
+    ) -> BitsPerByte:
         """Measure, refuse what is not finite, and record it."""
         measured = evaluate()
         if not math.isfinite(measured.nll_per_token):
@@ -279,9 +285,10 @@ class Recorder(TrainerCallback):
         if self.tell is not None:
             prefix = "eval_" if kind == "eval" else "eval_curve_"
             self.tell({f"{prefix}bits_per_byte": bits, f"{prefix}loss": loss})
-        self._write(kind, step, seconds, bits_per_byte=bits, validation_loss=loss)
+        line = HeldOutLine(kind=kind, **self._spent(step, seconds), bits_per_byte=bits, validation_loss=loss)
+        self._write(line)
         if kind == "curve":
-            self.curve.append(CurvePoint(step=step, seconds=seconds, bits_per_byte=bits))
+            self.curve.append(line.point)
         return measured
 
     def _now(self) -> float:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headloom.contract.pictures import Picture
-from headloom.core.files import replaced
 from headloom.mechanism import Attention
 from headloom.ops.mixing import Mix
+from headloom.records.arrays import WeightPicture
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:
@@ -45,33 +44,24 @@ def pictures(model: nn.Module) -> dict[str, Picture]:
     }
 
 
-def values(model: nn.Module, shown: Iterable[str]) -> dict[str, np.ndarray]:
-    """What the named parameters are now, as float32 copies."""
-    weights = model.state_dict()
-    return {name: weights[name].detach().float().cpu().numpy().copy() for name in shown}
+def values(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, np.ndarray]:
+    """What the named parameters of a model's state are now, as float32 copies."""
+    return {name: weights[name].detach().float().cpu().numpy().copy() for name in names}
 
 
-def save_pictures(
-    path: Path, shown: Mapping[str, Picture], before: Mapping[str, np.ndarray], weights: Mapping[str, Tensor]
-) -> None:
-    """An .npz with five arrays for each name: <name>/start and <name>/end as float32 matrices, before and after
-    training, <name>/rows and <name>/columns as texts, and <name>/axes, what those are. No file if there are none."""
-    if not shown:
-        return
-    arrays = {}
+def drawn(
+    shown: Mapping[str, Picture], before: Mapping[str, np.ndarray], weights: Mapping[str, Tensor]
+) -> dict[str, WeightPicture]:
+    """What a report shows: the named parameters before and after training, as matrices with names."""
+    found = {}
     for name, picture in shown.items():
         size = len(picture.rows), len(picture.columns)
-        arrays[f"{name}/start"] = before[name].reshape(size)
-        arrays[f"{name}/end"] = weights[name].detach().float().cpu().numpy().reshape(size)
-        arrays[f"{name}/rows"], arrays[f"{name}/columns"] = np.array(picture.rows), np.array(picture.columns)
-        arrays[f"{name}/axes"] = np.array([picture.down, picture.across])
-    with replaced(path) as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-
-
-def save_mixes(path: Path, names: list[str], weights: Mapping[str, Tensor]) -> None:
-    """The mixes as float32 arrays in an .npz, keyed by the parameter's name; no file if there are none."""
-    if not names:
-        return
-    with replaced(path) as file:
-        np.savez(file, **{name: weights[name].detach().float().cpu().numpy() for name in names})  # type: ignore[arg-type]
+        found[name] = WeightPicture(
+            start=before[name].reshape(size),
+            end=weights[name].detach().float().cpu().numpy().reshape(size),
+            rows=tuple(picture.rows),
+            columns=tuple(picture.columns),
+            down=picture.down,
+            across=picture.across,
+        )
+    return found

@@ -182,7 +182,7 @@ def test_large_logits_stay_finite(base, name, options, dtype):
     module = hl.attention(name, hidden_size=24, num_heads=3, base=base, **options).to(dtype).eval()
     x = torch.randn(2, 6, 24, dtype=dtype)
     ready = module._prepare(x)
-    k = module.expand(ready.k, ready.v)[0]
+    k = module.expand(ready.handle)[0]
     peak = (ready.q.float() @ k.float().transpose(-1, -2)).abs().max() * module._scale(ready.q)
     grow = module.q_mix if name == "iha" else module.feature_q[0]
     with torch.no_grad():

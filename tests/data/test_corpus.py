@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.data import Corpus, load_corpus
 from headloom.data import corpus as corpus_module
+from headloom.data.corpus import Corpus, load_corpus
 
 
 def names(corpus: Corpus) -> list[str]:

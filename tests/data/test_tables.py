@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.data import load_corpus
+from headloom.data.corpus import load_corpus
 
 
 def write_parquet(path: Path, **columns: list) -> Path:

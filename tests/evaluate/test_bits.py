@@ -12,7 +12,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headloom.core.errors import HeadloomError
-from headloom.data import Document, TokenStream, make_tokenizer, pack
+from headloom.data.packing import TokenStream, pack
+from headloom.data.sources import Document
+from headloom.data.tokenizer import make_tokenizer
 from headloom.evaluate import Total, bits_per_byte
 
 

@@ -101,6 +101,25 @@ def test_weights_stay_the_same_tensors_and_the_config_is_not_shared(llama):
     assert model(torch.tensor([[3, 4]]), output_hidden_states=True).hidden_states[-1].shape == (1, 2, 24)
 
 
+def test_a_layers_config_is_read_once(llama, monkeypatch, tmp_path):
+    """By the graft, and by loading it."""
+    from headloom.hf.families.llama import Llama
+
+    read, common = [], Llama.common
+
+    def count(self, config, index):
+        read.append(index)
+        return common(self, config, index)
+
+    monkeypatch.setattr(Llama, "common", count)
+    grafted = graft(llama(), "iha", pseudo_heads=2, layers="0,2")
+    assert read == [0, 2]
+    grafted.save_pretrained(tmp_path)
+    read.clear()
+    type(grafted).from_pretrained(tmp_path)
+    assert read == [0, 2]
+
+
 def test_pseudo_heads_do_not_stay_copies(llama, ids):
     model, x = llama().train(), ids(2, 16)
     model = graft(model, "iha", pseudo_heads=2)

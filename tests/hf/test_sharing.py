@@ -193,7 +193,7 @@ def spread(model):
 REFUSED = {
     "lock": (lock, r"model.layers.0.guard cannot be copied \(cannot pickle '_thread.lock' object\).*delete it first"),
     "hook": (hook, "layer 1's attention has hooks, and it is replaced: remove them"),
-    "forward": (patched, "the forward of model was replaced .*graft or fold first"),
+    "forward": (patched, "the forward of model was replaced .*: undo that"),
     "inner": (compiled, "the forward of model.layers.1.mlp was replaced"),
     "accelerate": (spread, "spread over devices by accelerate cannot be grafted or folded: load it on one device"),
 }
@@ -209,6 +209,33 @@ def test_what_cannot_be_copied_is_said(llama, tree, case, how):
     with pytest.raises(HeadloomError, match=message):
         hl.fold(model) if how == "fold" else hl.graft(model, **IHA)
     assert tree(model) == before
+
+
+def test_after_mixed_precision_is_unwrapped(llama, ids):
+    """accelerate leaves the class's own forward on the model; the graft's is its class's."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    model, x = llama(dtype=torch.float32), ids(1, 6)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare_model(model)
+    AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the whole process
+    with pytest.raises(HeadloomError, match=r"the forward of the model was replaced .*unwrap_model"):
+        hl.graft(prepared, **IHA)
+    grafted = hl.graft(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), **IHA)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    with torch.no_grad():
+        apart = grafted(x, documents=documents).logits[:, 3:]
+        torch.testing.assert_close(apart, grafted(x[:, 3:]).logits, rtol=0, atol=1e-4)
+
+
+def test_what_was_compiled_calls_the_original(llama):
+    from transformers import CompileConfig
+
+    model, how = llama(), CompileConfig(backend="eager", mode=None)
+    first = model.get_compiled_call(how)
+    grafted = hl.graft(model, **IHA)
+    assert model.get_compiled_call(how) is first is not grafted.get_compiled_call(how)
 
 
 def test_attributes_of_the_users_own(llama):

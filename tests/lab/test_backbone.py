@@ -16,7 +16,7 @@ from headloom.lab.plan.layers import meta_model, run_config
 from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import StudySpec
 from headloom.lab.study import Study
-from headloom.train import RunConfig
+from headloom.train.config import RunConfig
 from headloom.train.run import build
 
 FIELDS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headloom.core.errors import HeadloomError
+from headloom.core.machine import machine
 from headloom.lab.results.summary import rate_beyond
 from headloom.lab.run.engines import inline
 from headloom.lab.run.progress import Progress
@@ -15,7 +16,7 @@ from headloom.lab.run.status import study_status
 from headloom.lab.run.work import Failed
 from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.study import Study
-from headloom.train.records import RunResult, machine
+from headloom.records.runs import RunResult
 
 BEST = {"mha": 0.00025, "iha": 0.03}  # two below the grid; four above, of which three are tried
 RATES = [0.001, 0.002, 0.004]
@@ -39,7 +40,10 @@ class Told(Progress):
 def invented(job, bundle, on_step):
     """What a run at this rate would leave."""
     if job.kind == "time":
-        return {label: {"median": 0.01, "low": 0.01, "high": 0.01, "repeats": 9} for label in job.settings["runs"]}
+        return {
+            label: {"median": 0.01, "low": 0.01, "high": 0.01, "repeats": 9, "samples": [0.01]}
+            for label in job.settings["runs"]
+        }
     run, folder = job.settings["run"], Path(job.folder)
     made.append((run["name"].split("-")[0], run["learning_rate"], run["seed"]))
     if made[-1] == stop_at:
@@ -49,10 +53,10 @@ def invented(job, bundle, on_step):
     if run["learning_rate"] in diverging:
         raise Failed("its loss is nan")
     bits = 3 + 0.1 * math.log2(run["learning_rate"] / BEST[made[-1][0]]) ** 2 + 0.001 * run["seed"]
-    numbers = dict.fromkeys(RunResult.model_fields, 1.0) | {
-        "name": run["name"], "bits_per_byte": bits, "selection_bits_per_byte": bits, "weights": "w",
+    numbers = dict.fromkeys(RunResult.model_fields, 1) | {
+        "name": run["name"], "bits_per_byte": bits, "selection_bits_per_byte": bits, "weights": "w", "fingerprint": "f",
         "validation_text": "t", "versions": {}, "machine": machine(), "score_paths": {},
-        "curve": [], "curve_text": "",
+        "curve": [], "curve_text": "", "notes": [],
     }  # fmt: skip
     (folder / "result.json").write_text(json.dumps(numbers))
     return numbers

@@ -13,6 +13,7 @@ from headloom.lab.run.progress import Progress
 from headloom.lab.run.runner import Interrupted
 from headloom.lab.run.status import study_status
 from headloom.lab.study import Study
+from headloom.records.runs import CONFIG, FAILURE, RunFailure
 
 TWO = ["mha", "iha:pseudo_heads=2"]
 
@@ -167,7 +168,7 @@ def test_what_makes_every_run_another_is_refused_before_the_text_is_read(study, 
 
 
 def growth_versions():
-    from headloom.train.records import versions
+    from headloom.core.machine import versions
 
     return versions()
 
@@ -204,13 +205,11 @@ def test_two_runs_that_change_places(tmp_path):
         place = tmp_path / "runs" / name
         place.mkdir(parents=True)
         (place / "config.json").write_text(json.dumps({"name": name, "width": width}))
-        (place / "result.json").write_text(json.dumps({"name": name, "of": width}))
+        FAILURE.write(place, RunFailure(name=name, seed=width, reason="of its own"))
     wanted = {"runs/a": {"name": "a", "width": 2}, "runs/b": {"name": "b", "width": 1}}
     assert growth.arrange(tmp_path, wanted) and not growth.arrange(tmp_path, wanted)
     for place, config in wanted.items():
-        assert json.loads((tmp_path / place / "config.json").read_text()) == config
-        assert json.loads((tmp_path / place / "result.json").read_text()) == {
-            "name": config["name"],
-            "of": config["width"],
-        }
+        assert CONFIG.read(tmp_path / place) == config
+        failure = FAILURE.read(tmp_path / place)
+        assert (failure.name, failure.seed) == (config["name"], config["width"])
     assert not list((tmp_path / ASIDE).iterdir())

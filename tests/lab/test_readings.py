@@ -56,6 +56,17 @@ def test_what_was_not_measured_is_not_read():
     assert time_sentence(AGAINST, {}, "bits per byte") is None
 
 
+def test_a_variant_that_is_too_slow_for_a_reading_is_said_to_be():
+    read = at_time(AGAINST, STEPS, CURVES, {**TIMING, "iha": {"median": 8.0}})
+    said = time_sentence(AGAINST, read, "bits per byte")
+    assert " over 2 seeds at mha's training time (40 s)" in said  # gqa's pairs, and not "0 to 2 seeds"
+    assert said.endswith(" In mha's training time (40 s), iha did not reach the first evaluation.")
+    del read["gqa"]
+    assert time_sentence(AGAINST, read, "bits per byte") == (
+        "In mha's training time (40 s), iha did not reach the first evaluation."
+    )
+
+
 def test_times_are_told_apart_by_the_interval_of_their_ratio():
     """Nine repetitions of 28.2 and 28.6 ms on a machine that drifts: the interval is between the second smallest
     and the second largest of the nine ratios, which holds the median with 96 %."""

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from headloom.contract.bases.base import BASES, options_of
+from headloom.contract.config import AttentionConfig
+
 COMMON: list[dict[str, Any]] = [
     {"causal": False},
     {"window": 2},
@@ -33,7 +36,8 @@ def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
     `lean` leaves out the common options beyond causality and windows, for the slow tests.
     """
     params = []
-    fewest = min(len(dataclasses.fields(info.config_cls)) for info in mechanisms.values())
+    common = len(dataclasses.fields(AttentionConfig))
+    shared = set(options_of(base for base in BASES if not issubclass(BASES[base].options, AttentionConfig)))
     for name, info in mechanisms.items():
         cls, tiny = info.config_cls, info.config_cls.tiny
         found = {"tiny": tiny()}
@@ -41,9 +45,10 @@ def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
         for config in offered() if offered is not None else ():
             found.setdefault(label(tiny(), config), config)
         hints = typing.get_type_hints(cls)
-        plain = len(dataclasses.fields(cls)) == fewest  # adds no option: its own test has them all against the oracle
+        # adds no option: its own test has them all against the oracle
+        plain = len({field.name for field in dataclasses.fields(cls)} - shared) == common
         changes = COMMON[:PLAIN] if plain or lean else list(COMMON)
-        for field in dataclasses.fields(cls)[fewest if lean else 0 :] if not plain else ():
+        for field in dataclasses.fields(cls)[common if lean else 0 :] if not plain else ():
             # "packed" projections are made by hl.pack_bits from trained ones, with tests of their own
             choices = [choice for choice in literals(hints[field.name]) if choice != "packed"]
             changes += [{field.name: choice} for choice in choices]

@@ -12,8 +12,8 @@ import torch
 from headloom.core.files import DiskFull, write_json
 from headloom.mechanism import Attention
 from headloom.ops.mixing import Mix
+from headloom.records.metrics import read_metrics, read_train_lines
 from headloom.train import checkpoints
-from headloom.train.records import read_metrics
 from headloom.train.run import build, train
 from headloom.train.weights import checksum
 
@@ -44,7 +44,9 @@ def in_pieces(run, data, tokenizer, folder, on_progress, **options):
 
 
 def numbers(folder):
-    return [{key: value for key, value in record.items() if key != "seconds"} for record in read_metrics(folder)]
+    return [
+        {key: value for key, value in record.to_dict().items() if key != "seconds"} for record in read_metrics(folder)
+    ]
 
 
 @pytest.mark.parametrize("cuts", [(3, 5), (1,), (6,)])
@@ -124,7 +126,7 @@ def test_a_checkpoint_that_does_not_fit_is_gone_and_the_one_before_is_used(
 def test_seconds_go_on_from_the_checkpoint(data, tokenizer, make_config, tmp_path):
     run = make_config()
     result, _ = in_pieces(run, data, tokenizer, tmp_path / "cut", cut_at(4))
-    seconds = [record["seconds"] for record in read_metrics(tmp_path / "cut") if record["kind"] == "train"]
+    seconds = [line.seconds for line in read_train_lines(tmp_path / "cut")]
     assert len(seconds) == 6 and seconds == sorted(seconds)
     assert result.train_seconds == pytest.approx(seconds[-1])
 
@@ -155,10 +157,14 @@ def test_mixes_are_left_as_trained_and_flops_are_counted(data, tokenizer, make_c
         assert set(saved) == set(mixes) and len(mixes) == 2 * 4
         for name, weight in mixes.items():
             np.testing.assert_array_equal(saved[name], weight.detach().numpy())
-    assert [r["flops"] for r in read_metrics(tmp_path / "a")] == [4 * 15 * 10.0, 2 * 4 * 15 * 10.0, 2 * 4 * 15 * 10.0]
+    assert [line.flops for line in read_metrics(tmp_path / "a")] == [
+        4 * 15 * 10.0,
+        2 * 4 * 15 * 10.0,
+        2 * 4 * 15 * 10.0,
+    ]
     train(make_config(steps=1, warmup_steps=0), data, tokenizer, tmp_path / "b")
     assert not (tmp_path / "b" / "mixes.npz").exists() and not (tmp_path / "b" / "pictures.npz").exists()
-    assert read_metrics(tmp_path / "b")[0]["flops"] is None
+    assert read_metrics(tmp_path / "b")[0].flops is None
 
 
 @pytest.mark.parametrize("specs", [[("iha", {"pseudo_heads": 2})], ["sas"]])

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import headloom  # noqa: F401  (registers our models)
 from headloom.core.errors import HeadloomError
+from headloom.records.metrics import read_metrics
 from headloom.train import sharding
 from headloom.train.file import read_run, train_text
-from headloom.train.records import read_metrics
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 RUN = """
@@ -74,12 +74,12 @@ def assert_same(alone, shared):
         assert second[key] == first[key]
     assert second["bits_per_byte"] == pytest.approx(first["bits_per_byte"], rel=1e-6)
     for a, b in zip(read_metrics(alone), read_metrics(shared), strict=True):
-        assert (a["kind"], a["step"], a["tokens"]) == (b["kind"], b["step"], b["tokens"])
-        if a["kind"] == "train":
-            assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
-            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+        assert (a.kind, a.step, a.tokens) == (b.kind, b.step, b.tokens)
+        if a.kind == "train":
+            assert b.loss == pytest.approx(a.loss, rel=1e-6)
+            assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
         else:
-            assert b["bits_per_byte"] == pytest.approx(a["bits_per_byte"], rel=1e-6)
+            assert b.bits_per_byte == pytest.approx(a.bits_per_byte, rel=1e-6)
     weights, others = (load_file(folder / "model" / "model.safetensors") for folder in (alone, shared))
     assert {name: w.shape for name, w in others.items()} == {name: w.shape for name, w in weights.items()}
     for name, weight in weights.items():

@@ -18,8 +18,9 @@ from types import SimpleNamespace
 import pytest
 
 from headloom.core.errors import HeadloomError
+from headloom.records.files import Record
+from headloom.records.metrics import read_metrics
 from headloom.train import tracking
-from headloom.train.records import read_metrics
 
 RUN = """
 name: shared
@@ -69,7 +70,7 @@ def expected(folder):
     names = ("loss", "grad_norm", "learning_rate")
     return [
         {"train/global_step": record["step"], **{f"train/{name}": record[name] for name in names}}
-        for record in read_metrics(folder)
+        for record in map(Record.to_dict, read_metrics(folder))
         if record["kind"] == "train"
     ]
 
@@ -79,7 +80,7 @@ def validations(folder, kind="eval"):
     prefix = "eval/" if kind == "eval" else "eval/curve_"
     return [
         {f"{prefix}bits_per_byte": record["bits_per_byte"], f"{prefix}loss": record["validation_loss"]}
-        for record in read_metrics(folder)
+        for record in map(Record.to_dict, read_metrics(folder))
         if record["kind"] == kind
     ]
 

@@ -17,17 +17,17 @@ import headloom.train.run as run_module
 import headloom.train.trainer as trainer_module
 from headloom import hf
 from headloom.core.errors import HeadloomError
-from headloom.data import TrainingRows
+from headloom.data.packing import TrainingRows
 from headloom.evaluate import bits_per_byte
 from headloom.ops.mixing import Mix
-from headloom.train.records import read_metrics
+from headloom.records.metrics import read_metrics
 from headloom.train.run import build, resolve, train
 
 every_mechanism = pytest.mark.parametrize("mechanism", sorted(hl.mechanisms()))
 
 
 def lines(folder, kind="train"):
-    return [record for record in read_metrics(folder) if record["kind"] == kind]
+    return [record for record in read_metrics(folder) if record.kind == kind]
 
 
 def test_the_same_run_twice_is_bit_equal_whatever_the_caller_drew_before(run_tiny):
@@ -36,11 +36,11 @@ def test_the_same_run_twice_is_bit_equal_whatever_the_caller_drew_before(run_tin
     random.seed(99)
     np.random.seed(99)
     again, two = run_tiny()
-    pick = [[(r["loss"], r["grad_norm"]) for r in lines(folder)] for folder in (one, two)]
+    pick = [[(r.loss, r.grad_norm) for r in lines(folder)] for folder in (one, two)]
     assert pick[0] == pick[1]  # bit-equal, with attention dropout on
     assert first.bits_per_byte == again.bits_per_byte
     _, three = run_tiny(seed=1)
-    assert pick[0] != [(r["loss"], r["grad_norm"]) for r in lines(three)]
+    assert pick[0] != [(r.loss, r.grad_norm) for r in lines(three)]
 
 
 def test_the_callers_random_states_and_threads_are_left_alone(run_tiny):
@@ -60,7 +60,7 @@ def test_the_callers_random_states_and_threads_are_left_alone(run_tiny):
 @every_mechanism
 def test_a_real_model_trains_and_learns(run_tiny, mechanism):
     result, folder = run_tiny(make_model=build, steps=40, warmup_steps=4, specs=[mechanism], learning_rate=1e-2)
-    losses = [record["loss"] for record in lines(folder)]
+    losses = [record.loss for record in lines(folder)]
     assert losses[0] == pytest.approx(math.log(258), rel=0.05)
     assert losses[-1] < 0.8 * losses[0]
     assert result.bits_per_byte < 6.0
@@ -97,10 +97,10 @@ def test_accumulation_changes_neither_loss_nor_gradient_case_22(run_tiny, mechan
     for cuts in (1, 2, 4):
         result, folder = run_tiny(accumulation_steps=cuts, batch_size=8, steps=3, make_model=build, specs=[mechanism])
         records[cuts] = lines(folder)
-        assert [record["tokens"] for record in records[cuts]] == [120, 240, 360] and result.tokens == 360
+        assert [record.tokens for record in records[cuts]] == [120, 240, 360] and result.tokens == 360
     for cuts in (2, 4):
-        assert records[cuts][0]["grad_norm"] / records[1][0]["grad_norm"] == pytest.approx(1.0, rel=1e-4)
-        assert records[cuts][-1]["loss"] == pytest.approx(records[1][-1]["loss"], rel=1e-4)
+        assert records[cuts][0].grad_norm / records[1][0].grad_norm == pytest.approx(1.0, rel=1e-4)
+        assert records[cuts][-1].loss == pytest.approx(records[1][-1].loss, rel=1e-4)
 
 
 @every_mechanism
@@ -111,7 +111,7 @@ def test_loss_is_the_mean_over_the_predicted_tokens(mechanism, run_tiny, data, m
     ids_BT = torch.stack([rows[i]["input_ids"] for i in range(4)])
     logits_BTV = build(run, tokenizer)(input_ids=ids_BT).logits
     expected = -logits_BTV[:, :-1].log_softmax(-1).gather(-1, ids_BT[:, 1:, None]).mean().item()
-    assert lines(folder)[0]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert lines(folder)[0].loss == pytest.approx(expected, rel=1e-5)
 
 
 @every_mechanism
@@ -170,7 +170,7 @@ def test_learning_rates_are_the_schedules_and_gradients_are_clipped(run_tiny):
         learning_rate=0.01,
         make_model=lambda run, tok: held.append(build(run, tok)) or held[-1],
     )
-    rates = [record["learning_rate"] for record in lines(folder)]
+    rates = [record.learning_rate for record in lines(folder)]
     assert rates[:2] == pytest.approx([0.005, 0.01]) and rates[-1] == pytest.approx(0.001)
     assert rates[3] == pytest.approx(0.01 * 0.55)  # half way from 1 to 0.1
 
@@ -181,7 +181,7 @@ def test_clip_bounds_the_step_and_the_norm_is_that_before_clipping(run_tiny, mon
     monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda p, norm, **k: seen.append(norm) or plain(p, norm, **k))
     _, folder = run_tiny(clip=0.01, steps=2)
     assert seen == [0.01, 0.01]
-    assert all(record["grad_norm"] > 0.05 for record in lines(folder))
+    assert all(record.grad_norm > 0.05 for record in lines(folder))
 
 
 @pytest.mark.parametrize("part", [None, 200])
@@ -194,19 +194,21 @@ def test_evaluations_along_the_way_are_written_and_change_nothing(tmp_path, data
     result = train(run, data, tokenizer, tmp_path / "with")
     plain = train(make_config(**{**run.model_dump(), "evaluations": 0}), data, tokenizer, tmp_path / "without")
     assert result.weights == plain.weights and result.bits_per_byte == plain.bits_per_byte
-    without = [{**record, "seconds": 0} for record in lines(tmp_path / "without")]
-    assert [{**record, "seconds": 0} for record in lines(tmp_path / "with")] == without
+    with_them, without = (
+        [line.model_copy(update={"seconds": 0.0}) for line in lines(tmp_path / name)] for name in ("with", "without")
+    )
+    assert with_them == without and len(without) == 7
 
     points = lines(tmp_path / "with", "curve")
-    assert [point["step"] for point in points] == [2, 4, 6, 7]  # quarters of 7 steps, upwards
-    assert [point["tokens"] for point in points] == [step * 4 * 15 for step in (2, 4, 6, 7)]
-    assert len({point["bits_per_byte"] for point in points}) == 4
-    assert [point.model_dump() for point in result.curve] == [
-        {key: p[key] for key in ("step", "seconds", "bits_per_byte")} for p in points
+    assert [point.step for point in points] == [2, 4, 6, 7]  # quarters of 7 steps, upwards
+    assert [point.tokens for point in points] == [step * 4 * 15 for step in (2, 4, 6, 7)]
+    assert len({point.bits_per_byte for point in points}) == 4
+    assert [(p.step, p.seconds, p.bits_per_byte) for p in result.curve] == [
+        (p.step, p.seconds, p.bits_per_byte) for p in points
     ]
     assert f"({part or whole.bytes:,} bytes)" in result.curve_text
-    assert (points[-1]["bits_per_byte"] == result.bits_per_byte) == (part is None)
-    assert [point["step"] for point in lines(tmp_path / "with", "eval")] == [7]
+    assert (points[-1].bits_per_byte == result.bits_per_byte) == (part is None)
+    assert [point.step for point in lines(tmp_path / "with", "eval")] == [7]
     assert plain.curve == () and plain.curve_text == "" and lines(tmp_path / "without", "curve") == []
     assert json.loads((tmp_path / "with" / "config.json").read_text())["evaluation_bytes"] == short.bytes
     with pytest.raises(HeadloomError, match=r"evaluation_bytes 9, but its data .* on \d+ bytes"):
@@ -243,7 +245,7 @@ def test_the_clock_leaves_out_validation_and_callbacks(run_tiny, monkeypatch):
     monkeypatch.setattr(run_module, "bits_per_byte", slow_measure)
     result, folder = run_tiny(evaluations=3, steps=8, on_progress=lambda *_: passes(1000.0))
     assert (result.train_seconds, result.eval_seconds) == (8.0, 101.0)
-    assert [record["seconds"] for record in lines(folder)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    assert [record.seconds for record in lines(folder)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     assert result.step_time_low <= result.step_time_seconds <= result.step_time_high
     assert result.tokens_per_second == pytest.approx(4 * 15 / result.step_time_seconds)
     assert result.warm_steps == 4
@@ -252,7 +254,7 @@ def test_the_clock_leaves_out_validation_and_callbacks(run_tiny, monkeypatch):
 def test_progress_is_reported_each_step(run_tiny, capfd):
     calls = []
     _, folder = run_tiny(on_progress=lambda *call: calls.append(call), steps=3)
-    assert calls == [(record["step"], 3, record["loss"]) for record in lines(folder)]
+    assert calls == [(record.step, 3, record.loss) for record in lines(folder)]
     out, err = capfd.readouterr()
     assert out == "" and err == ""  # no bars and no printed logs of the Trainer's
 
@@ -260,8 +262,8 @@ def test_progress_is_reported_each_step(run_tiny, capfd):
 def test_bfloat16_runs_and_is_recorded(run_tiny):
     half, one = run_tiny(dtype="bfloat16", make_model=build)
     full, two = run_tiny(make_model=build)
-    assert lines(one)[0]["loss"] != lines(two)[0]["loss"]  # training itself runs in bfloat16, not only validation
-    assert lines(one)[0]["loss"] == pytest.approx(lines(two)[0]["loss"], rel=0.02)
+    assert lines(one)[0].loss != lines(two)[0].loss  # training itself runs in bfloat16, not only validation
+    assert lines(one)[0].loss == pytest.approx(lines(two)[0].loss, rel=0.02)
     assert half.bits_per_byte != full.bits_per_byte
     assert half.bits_per_byte == pytest.approx(full.bits_per_byte, rel=0.02)
 
@@ -294,7 +296,7 @@ def test_an_unknown_mechanism_is_refused_before_the_folder_is_made(run_tiny, tmp
 
 
 def test_tokenizer_and_data_must_belong_together(data, make_config, tmp_path):
-    from headloom.data import make_tokenizer
+    from headloom.data.tokenizer import make_tokenizer
 
     other = make_tokenizer("bpe:259", ["aaaa aaaa"])
     with pytest.raises(HeadloomError, match="its data 258, the tokenizer 259"):

@@ -30,18 +30,14 @@ PLACES_UNKNOWN = (
 
 
 class GraftedAttention:
-    """Mixin before a mechanism's class: the attention of a layer.
-
-    It takes what the layer passes (hidden states, the family's cos and sin, which it does not need, a mask in any
-    form and whether it is the caller's, a transformers cache under any of its names, position ids, whether they only
-    count from 0, documents) and returns (output, weights), weights only if asked for.
-    """
+    """Mixin before a mechanism's class: takes what a transformers layer passes to its attention and calls the mechanism
+    with it."""
 
     own_window: int | None = None
     """A window that the family's config does not know, so that masks made by transformers do not hold it."""
 
     closing: str | None = None
-    """The family's dropout after the output, by its name here, where the projections are not the family's."""
+    """The name of the family's dropout behind the output projection, where that projection is not the family's."""
 
     def forward(
         self,
@@ -56,6 +52,22 @@ class GraftedAttention:
         mask_is_all: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """The attention of one layer.
+
+        Args:
+            hidden_states: x (B, T, D).
+            position_embeddings: the family's cos and sin; not used, the mechanism rotates by `position_ids`.
+            attention_mask: in any form that transformers makes or passes on (`headloom.hf.model.masks.arriving`).
+            cache: a transformers cache, also as `past_key_values` or `layer_past`.
+            position_ids: (B or 1, T), also as `places`. in_order: they only count from 0.
+            documents: ids (B, T); tokens of different documents do not see each other.
+            with_weights: return the attention weights too.
+            mask_is_all: whether a 4-D mask is the caller's, to which nothing is added; None: not known.
+        Returns:
+            (output (B, T, D), weights (B, heads, T, S) or None).
+        Raises:
+            HeadloomError: a mask that cannot be read, or a cache that holds what this attention did not write.
+        """
         for name in ("past_key_values", "layer_past"):
             cache = kwargs.get(name) if cache is None else cache
         position_ids = kwargs.get("places") if position_ids is None else position_ids
@@ -90,7 +102,8 @@ class GraftedAttention:
 
 
 def hand_over(weights: Tensor | None) -> None:
-    """Give a layer's weights to transformers' collector of `attentions`, whose hooks look for the family's classes."""
+    """Add a layer's weights to the `attentions` that transformers collects in this call: it collects them itself from
+    attentions of the family's class only."""
     from transformers.utils.output_capturing import _active_collector
 
     collected = None if weights is None else _active_collector.get()
@@ -151,7 +164,8 @@ def make_attention(
 
 @contextlib.contextmanager
 def in_width_of(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, new tensors are float64 for a float64 model and float32 otherwise: initial values are not rounded."""
+    """Inside, new tensors are float64 for a float64 model and float32 otherwise: initial values are rounded to a half
+    type only once, at the end."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)
     try:

@@ -77,7 +77,10 @@ def from_pair(first: Tensor, second: Tensor, shapes: dict[str, Shape]) -> Slots:
 
 
 class ConstantLayer(CacheLayerMixin):
-    """One layer's state of constant size in a transformers cache: it counts tokens, and beams reorder it."""
+    """One layer's state of constant size in a transformers cache (linear attention). It counts the tokens it has seen.
+
+    Methods are those of transformers' `CacheLayerMixin`; the rows of a batch are reordered and repeated as beams ask.
+    """
 
     is_sliding = False
 
@@ -86,10 +89,12 @@ class ConstantLayer(CacheLayerMixin):
         self.seen: Seen | None = None
 
     def hold(self, seen: Seen) -> None:
+        """Take the place of the state so far."""
         self.seen, self.is_initialized = seen, True
         self.dtype, self.device = next(iter(seen.slots.values())).dtype, seen.positions_BS.device
 
     def nbytes(self) -> int:
+        """Bytes of the state."""
         return 0 if self.seen is None else sum(x.numel() * x.element_size() for x in self.seen.slots.values())
 
     def get_seq_length(self) -> int:
@@ -105,9 +110,11 @@ class ConstantLayer(CacheLayerMixin):
         """Nothing: `hold` gives the state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raises HeadloomError: there is no place for keys and values."""
         raise HeadloomError("this layer remembers a state of constant size and takes no keys and values")
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Raises HeadloomError: the state is of all tokens together."""
         raise HeadloomError(
             "a state of constant size cannot be cropped: it holds no single tokens. Decode without assisted generation"
         )
@@ -162,7 +169,7 @@ class HFCache(Cache):
         return int(self.cache.get_seq_length(layer))
 
     def is_static(self, layer: int) -> bool:
-        """Whether the layer hands out its whole room, written or not."""
+        """Whether the layer returns all of its places, written or not."""
         return getattr(self._stored(layer), "max_cache_len", None) is not None
 
     def length(self, layer: int = 0) -> int:
@@ -186,7 +193,7 @@ class HFCache(Cache):
         return self._note(arriving(mask, past, T, cut=cut, exact=exact), exact)
 
     def _note(self, mask: Mask | None, exact: bool) -> Mask | None:
-        """Remember from a mask what the positions of cached tokens are counted by."""
+        """Remember which tokens a mask shows as real: the positions of cached tokens are counted by it."""
         self.exact = exact
         rules = sort_rules(mask, causal=False, window=None)
         self.real = rules.padding
@@ -258,7 +265,8 @@ class HFCache(Cache):
         return Seen(from_pair(keys, values, shapes), positions, documents)
 
     def _positions(self, positions: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Of the cached tokens, counted back over real tokens from this call's first real one, and of this call's."""
+        """(positions of the cached tokens, of this call's): the first are counted back over tokens that are no
+        padding, from this call's first such token."""
         if self.real is None:
             return positions[:, :1] + torch.arange(-past, 0, device=positions.device), positions
         rows = max(self.real.shape[0], positions.shape[0])
@@ -267,8 +275,10 @@ class HFCache(Cache):
         return first - real[:, :past].flip(1).cumsum(1).flip(1), positions
 
     def _continue(self, layer: int, new: Seen, pair: tuple[Tensor, Tensor]) -> int:
-        """The cached tokens before this call, once it is sure that this attention remembered them (`pair` is how it
-        remembers the new ones) and that none of them is of another document."""
+        """The number of cached tokens that this call continues. `pair`: how this attention stores its new ones.
+
+        Raises: HeadloomError for keys and values that another attention stored, and for another document's.
+        """
         past, documents = self.length(layer), new.documents_BS
         if past:
             self._check_own(layer, pair)
@@ -304,7 +314,7 @@ class HFCache(Cache):
 
 
 def check_width(visible: Tensor, width: int, layer: int) -> None:
-    """Refuse a caller's mask over other keys than those a layer's cache hands out."""
+    """Raise HeadloomError for a caller's mask over other keys than those that a layer's cache returns."""
     if visible.shape[-1] != width:
         raise HeadloomError(
             f"the 4-D mask covers {visible.shape[-1]} keys, layer {layer} looks at {width} (those that its cache keeps "

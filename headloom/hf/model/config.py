@@ -29,6 +29,7 @@ q_proj, k_proj, v_proj and o_proj in every family, so that all variants start fr
 
 
 def what_it_is(family: str) -> str:
+    """What a class that cannot load a saved graft shows its user."""
     return (
         f"This folder holds a Headloom graft of a {family} model, whose attention has weights that other classes would "
         "drop. Write `import headloom` and load it with an Auto class (AutoModelForCausalLM, AutoModel, ...)"
@@ -36,7 +37,7 @@ def what_it_is(family: str) -> str:
 
 
 class GraftConfig:
-    """Mixin before a family's config class: the field `headloom`, reading and writing the nested form."""
+    """Mixin before a family's config class: adds the field `headloom` and reads and writes the form on disk."""
 
     headloom: dict[str, Any] | None
 

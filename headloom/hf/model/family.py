@@ -1,4 +1,7 @@
-"""What the house knows about a model family; one small file each in `headloom/hf/families/`, found by walking."""
+"""What Headloom must know of a model family: where its attention is and how its config reads.
+
+One small file a family in `headloom/hf/families/`, or in a file of yours (`register_family`).
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,9 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def common(self, config: Any, index: int) -> dict[str, Any]:
-        """The mechanism-independent fields of `AttentionConfig` for layer `index`, from the family's config.
+        """The fields of `AttentionConfig` that describe the family's own attention in layer `index`.
 
-        Raises HeadloomError for a config that asks for something we cannot repeat.
+        Raises: HeadloomError for a config that asks for something that Headloom's attention does not compute.
         """
 
     def causal(self, config: Any) -> bool:
@@ -69,6 +72,7 @@ class Family(abc.ABC):
         return True
 
     def config_class(self) -> Any:
+        """The family's config class in transformers."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         return CONFIG_MAPPING[self.name]
@@ -79,8 +83,9 @@ class Family(abc.ABC):
         return getattr(modelling, self.attention)
 
     def as_own(self, attention: nn.Module) -> nn.Module:
-        """What a grafted attention took from the family, under the family's class, by which it initialises. Of one with
-        projections of its own, the one that reads the heads."""
+        """The modules that a grafted attention took from the family, as a module of the family's class: transformers
+        chooses how it draws initial weights by that class. Of an attention with projections of its own, the output
+        projection alone."""
         cls: Any = self.attention_class()
         own, layout = cls.__new__(cls), self.layout
         nn.Module.__init__(own)
@@ -91,7 +96,7 @@ class Family(abc.ABC):
             own.add_module(layout.out, attention.get_submodule("o_proj"))
         return own
 
-    @functools.cache  # noqa: B019  a family is made once
+    @functools.cache  # noqa: B019  there is one instance of a family, for the whole process
     def head_classes(self) -> dict[str, type]:
         """Auto class name -> the class with that head in the family's modelling file, as transformers' Auto classes
         know them."""
@@ -113,9 +118,11 @@ class Family(abc.ABC):
         return ()
 
     def attention_of(self, layer: nn.Module) -> nn.Module:
+        """The attention of a layer."""
         return layer.get_submodule(self.attention_path)
 
     def replace(self, layer: nn.Module, attention: nn.Module) -> None:
+        """Put `attention` where the layer has its own."""
         layer.set_submodule(self.attention_path, attention, strict=True)
 
     def output_of(self, layer: nn.Module) -> Any:
@@ -123,6 +130,7 @@ class Family(abc.ABC):
         return getattr(self.attention_of(layer), str(self.layout.out))
 
     def feed_forward_width(self, config: Any) -> int:
+        """F, the width between the feed-forward's projections."""
         return config.intermediate_size
 
     def own_config(
@@ -132,7 +140,8 @@ class Family(abc.ABC):
 
         windows: every layer's; where the config can say it, transformers' cache drops what no layer can see any more.
         experts: "experts" and "experts_per_token" if given, for families that route tokens.
-        Raises HeadloomError for a family that is only grafted.
+
+        Raises: HeadloomError for a family that `build_model` does not build.
         """
         raise HeadloomError(f"models of family '{self.name}' are grafted, not built here: load one and use hl.graft")
 
@@ -162,10 +171,11 @@ class Decoder(Family):
         }
 
     def window(self, config: Any, index: int) -> int | None:
-        """Where the config types its layers, the sliding ones have its window."""
+        """The window of layer `index`, or None: here the config's, in layers that its `layer_types` call sliding."""
         return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
 
     def rope(self, config: Any, index: int) -> dict[str, Any]:
+        """transformers' rotary parameters of layer `index`."""
         return config.rope_parameters
 
 
@@ -216,7 +226,7 @@ def _walk() -> None:
 
 
 def family_named(name: Any) -> Family:
-    """The family of a `model_type`. Raises HeadloomError that says what is missing and how to add one."""
+    """The family of a `model_type`. Raises HeadloomError for an unknown one, which says how to add it."""
     known = families()
     if name in known:
         return known[name]

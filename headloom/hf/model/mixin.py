@@ -1,4 +1,4 @@
-"""`Graft`: the mixin that turns a family's model class into one whose attention is Headloom's."""
+"""`Graft`: the mixin of models whose attention is Headloom's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUPED_ALIGNMENT = 8  # 16 bytes of a half type
 
 
 class Graft:
-    """Before a family's head class: builds, initialises, masks and saves a model with grafted layers.
+    """Mixin before a family's model class: builds, initialises, calls, saves and loads a model with grafted layers.
 
     `config.headloom["layers"]` says per layer which mechanism it has, or None for the family's own attention. State
     dict names stay the family's (`model.layers.0.self_attn.q_proj.weight`), new ones beside them.
@@ -70,7 +70,7 @@ class Graft:
         return [a for a in attentions(self.family, self) if isinstance(a, GraftedAttention)]
 
     def keep_mixes_wide(self) -> None:
-        """Have the loader keep mixes in float32 whatever the model's type."""
+        """Tell transformers' loader to keep mixes in float32 whatever the model's type."""
         names = {name.rpartition(".")[0] for attention in self.grafted() for name in attention.no_decay()}
         names |= set(getattr(self, "_keep_in_fp32_modules_strict", None) or ())
         self._keep_in_fp32_modules_strict = {name for name in names if name}
@@ -78,7 +78,7 @@ class Graft:
     # ---- initialisation -------------------------------------------------------------------------------------------
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Whatever was not loaded: projections as the family does, what a mechanism adds as the mechanism does.
+        """Draw the weights that were not loaded: projections as the family does, the rest as the mechanism does.
 
         The loader marks loaded tensors; the family's `_init_weights` would draw a mechanism's own layers from its
         normal distribution, so these are reset after it. Loaded tensors are never touched.
@@ -96,8 +96,9 @@ class Graft:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Of custom code transformers initialises no module that has no tensors of its own, such as a GPT-2 block's
-        MLP, whose family has rules for its layers. Tensors and their names are the family's here."""
+        """False, though the class is not transformers' own: of custom code it does not initialise modules without
+        tensors of their own (a GPT-2 block's MLP), for which the family has rules. Here the tensors have the family's
+        names."""
         return False
 
     # ---- files ----------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Graft:
     def forward(self, *args: Any, documents: Tensor | None = None, **kwargs: Any) -> Any:
         """The family's forward. `documents`: ints (B, T), tokens of different documents do not see each other; they
         also come from `cu_seq_lens_q` and, where `position_ids` restart, from these. A 4-D `attention_mask` (batch, 1,
-        queries, keys), or one for each kind of layer, is all there is: no causality, window or documents are added.
+        queries, keys), or one for each kind of layer, is used as it is: no causality, window or documents are added.
 
         `output_attentions`: for every layer the weights (B, heads, T, S) of the heads as they are scored.
 
@@ -245,12 +246,12 @@ class Graft:
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """transformers looks for a decorator in the source of a class's module: the family's says it, ours does not."""
+        """The family's answer: transformers looks for a decorator in the source file of a class, and ours has none."""
         head: Any = cls.__mro__[cls.__mro__.index(Graft) + 1]
         return head._can_set_experts_implementation()
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        """Asked before experts are multiplied in one grouped product (else one by one); its rows must be aligned."""
+        """Whether experts can be multiplied in one grouped product, whose rows must be aligned; else one by one."""
         possible = super()._grouped_mm_can_dispatch()  # type: ignore[misc]  # raises where there are no experts
         widths = (self.config.hidden_size, self.config.intermediate_size)
         if any(width % GROUPED_ALIGNMENT for width in widths):

@@ -1,4 +1,4 @@
-"""What goes wrong with other people's files, said by name, and the page that a shared folder opens with."""
+"""Checks of a saved graft's files, whose errors name the file; the model card of its folder; offloaded weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""4-D masks that the caller gives: they are the last word, and the layers are told so once.
+"""4-D masks that the caller gives: used as they are, nothing is added.
 
 transformers hands such a mask to every layer as it is. But it also makes masks of that form itself: from a 2-D mask
 inside a model under "sdpa" and "eager", and before the call for `generate` with a static cache. Ours add the layer's
@@ -23,7 +23,7 @@ MADE = "made_mask"
 
 
 def is_4d(mask: Any) -> bool:
-    """Whether a mask, or one of several for each kind of layer, says for each pair of tokens who is seen."""
+    """Whether a mask, or one of a dict of masks by kind of layer, has four axes: a value for each pair of tokens."""
     if isinstance(mask, dict):
         return any(is_4d(one) for one in mask.values())
     return isinstance(mask, Tensor) and mask.dim() == 4

@@ -10,7 +10,7 @@ from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, Var
 
 if TYPE_CHECKING:
     from headloom.mechanism import AttentionConfig
-    from headloom.train import RunConfig
+    from headloom.train.config import RunConfig
 
 
 def attention_config(spec: StudySpec, variant: Variant, shape: Shape | None = None) -> dict[str, Any]:
@@ -74,12 +74,11 @@ def shared(spec: StudySpec, shape: Shape) -> list[dict[str, Any]]:
 def allowed_differences(spec: StudySpec) -> set[str]:
     """Keys in which runs may differ: the mechanism or schedule, its own options, the knobs, the declared axes, the
     learning rate where there is a grid of them, the seed."""
-    from headloom.contract.config import BASE_FIELDS
     from headloom.core.config import fields_of
     from headloom.mechanism import AttentionConfig
     from headloom.mechanism.schedules import option_classes
 
-    common = set(fields_of(AttentionConfig)) - {"base", "num_kv_heads", *BASE_FIELDS}
+    common = set(fields_of(AttentionConfig)) - {"base", "num_kv_heads"}
     classes = [cls for variant in spec.variants for cls in option_classes(variant.mechanism)]
     own = {name for config_cls in classes for name in fields_of(config_cls)}
     knobs = {knob for v in spec.variants for budget in spec.budgets for knob in budget.knobs_of(v)}
@@ -110,7 +109,7 @@ def run_config(
     spec: StudySpec, variant: Variant, shape: Shape, seed: int, learning_rate: float | None = None
 ) -> RunConfig:
     """One run's configuration."""
-    from headloom.train import RunConfig
+    from headloom.train.config import RunConfig
 
     specs = variant.layers(shape)
     if spec.backbone is None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
+from headloom.core.machine import versions
 from headloom.lab.plan.budget import Match, solve
 from headloom.lab.plan.fairness import refuse_other_differences
 from headloom.lab.plan.layers import (
@@ -26,8 +27,10 @@ from headloom.lab.spec.variants import refuse_duplicates
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from headloom.data import Corpus, Document, TokenData, TokenStream
-    from headloom.train import RunConfig
+    from headloom.data.corpus import Corpus
+    from headloom.data.packing import TokenData, TokenStream
+    from headloom.data.sources import Document
+    from headloom.train.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,6 @@ class Plan:
     def resolved(self) -> dict[str, Any]:
         """What makes study and folder belong together: specification, data, resolved configurations, versions. Taken
         before time is matched: what is measured must not change a study's name."""
-        from headloom.train.records import versions
-
         selection = None if self.selection is None else len(self.selection.ids)
         return {
             "spec": self.spec.model_dump(mode="json"),
@@ -118,7 +119,9 @@ def make_plan(spec: StudySpec, on_corpus: Callable[[Corpus], None] | None = None
     )
     _check_folders(spec)
 
-    from headloom.data import load_corpus, make_tokenizer, prepare
+    from headloom.data.corpus import load_corpus
+    from headloom.data.packing import prepare
+    from headloom.data.tokenizer import make_tokenizer
 
     corpus = load_corpus(spec.data, text_column=spec.text_column)
     tokenizer = make_tokenizer(spec.tokenizer, [document.text for document in corpus.train])
@@ -177,7 +180,7 @@ def _split_validation(corpus: Corpus, spec: StudySpec) -> tuple[Corpus, Corpus]:
 
     A single document is cut in the middle.
     """
-    from headloom.data import Document
+    from headloom.data.sources import Document
 
     held = sorted(corpus.validation, key=lambda document: document.name)
     if len(held) > 1:

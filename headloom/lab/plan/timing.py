@@ -18,8 +18,8 @@ from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, Var
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from headloom.data import TokenData
-    from headloom.train import RunConfig
+    from headloom.data.packing import TokenData
+    from headloom.train.config import RunConfig
 
 REPEATS, WARMUP = 9, 2
 GUESSES = 4
@@ -68,7 +68,7 @@ def training_step(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenize
     import torch
 
     from headloom.bench import models
-    from headloom.data import TrainingRows
+    from headloom.data.packing import TrainingRows
     from headloom.hf import parameter_groups
     from headloom.train.run import build
     from headloom.train.trainer import adamw, collate

@@ -88,14 +88,18 @@ def time_sentence(against: Mapping[str, str | None], read: Mapping[str, Mapping[
     if len(whose) == 1:
         other, seconds = next(iter(whose.items()))
         when = f"{other}'s training time ({seconds:.3g} s)"
-    text = summary(compared, unit=unit, condition=f"at {when}")
-    unfinished = [label for label, _ in compared if read[label]["share"] < FINISHED]
+    early = [label for label, _ in compared if not read[label]["bits_per_byte"]["n"]]
+    reached = {pair: difference for pair, difference in compared.items() if pair[0] not in early}
+    text = summary(reached, unit=unit, condition=f"at {when}")
+    if early:
+        text += f" In {when}, {listed(early)} did not reach the first evaluation."
+    unfinished = [label for label, _ in reached if read[label]["share"] < FINISHED]
     if unfinished:
         text += (
             f" There the learning rate of {listed(unfinished)} has not come down to the end of its schedule: a run "
             "planned for that time would do a little better."
         )
-    return text
+    return text.strip()
 
 
 def told_apart(

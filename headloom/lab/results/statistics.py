@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 LEVEL = 0.95
 ALPHA = 0.05
@@ -74,12 +76,7 @@ class Difference:
 def spread(values: Sequence[float]) -> Spread:
     """Mean and sample standard deviation."""
     n = len(values)
-    if n == 0:
-        return Spread(0, None, None)
-    mean = math.fsum(values) / n
-    if n == 1:
-        return Spread(1, mean, None)
-    return Spread(n, mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1)))
+    return Spread(n, statistics.fmean(values) if n else None, statistics.stdev(values) if n > 1 else None)
 
 
 def paired_difference(variant: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
@@ -115,13 +112,13 @@ def bootstrap(differences: Sequence[float]) -> tuple[float | None, float | None]
     """The 95 % percentile interval of the mean of resampled pairs, always the same for the same numbers; (None, None)
     for fewer than six."""
     import numpy as np
+    from scipy import stats
 
     if len(differences) < BOOTSTRAP_PAIRS:
         return None, None
-    values = np.asarray(differences)
-    means = values[np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))].mean(1)
-    low, high = np.quantile(means, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
-    return float(low), float(high)
+    how: dict[str, Any] = {"confidence_level": LEVEL, "n_resamples": RESAMPLES, "method": "percentile"}
+    found = stats.bootstrap([differences], np.mean, **how, rng=np.random.default_rng(0)).confidence_interval
+    return float(found.low), float(found.high)
 
 
 def _effect(mean: float, variant: Sequence[float], reference: Sequence[float]) -> float | None:
@@ -183,19 +180,19 @@ def pairs_needed(mean: float, sd: float, *, comparisons: int = 1) -> int:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """An interval that holds the median with 95 % at least, whatever the values' distribution: between the k-th
-    smallest and the k-th largest, k as large as the binomial law allows. Of fewer than six values it is their range,
-    and holds the median less surely.
+    """An interval that contains the median with a probability of at least 95 %, whatever the values' distribution:
+    from the k-th smallest to the k-th largest, with k as large as the binomial distribution allows. For fewer than six
+    values it is their range, with a lower probability.
 
     >>> median_interval([9, 2, 3, 4, 5, 6, 7, 8, 1])  # 2 P(at most one of nine below) = 20/512
-    (2, 8)
+    (2.0, 8.0)
     """
-    ordered, n = sorted(values), len(values)
-    k, below = 1, 1 + n  # how many of the 2^n orders have at most k of n values below the median
-    while k < n // 2 and 2 * below <= ALPHA * 2**n:
-        k += 1
-        below += math.comb(n, k)
-    return ordered[k - 1], ordered[n - k]
+    from scipy import stats
+
+    if 2 * 0.5 ** len(values) > ALPHA:
+        return min(values), max(values)
+    found: Any = stats.quantile_test(values, q=0, p=0.5).confidence_interval(LEVEL)
+    return float(found.low), float(found.high)
 
 
 def decimals(*sizes: float | None) -> int:
@@ -244,31 +241,39 @@ def summary(compared: Mapping[tuple[str, str], Difference], *, unit: str, condit
     """
     if not compared:
         return ""
-    words = {"better": [], "worse": [], "same": [], "unknown": []}  # type: dict[str, list[str]]
-    references = {reference for _, reference in compared}
-    counts = sorted({found.n for found in compared.values()})
-    for (label, reference), found in compared.items():
-        than = f" than {reference}"
-        if found.verdict in ("better", "worse"):
-            assert found.mean is not None and found.half_width is not None
-            places = decimals(found.half_width)
-            size = f"{abs(found.mean):.{places}f} ± {found.half_width:.{places}f} {unit}"
-            words[found.verdict].append(f"{label} is {found.verdict}{than} by {size}")
-        else:
-            from_what = "" if len(references) == 1 else f" from {reference}"
-            words[found.verdict].append(label + from_what)
-    parts = words["better"] + words["worse"]
-    over = f" over {counts[0] if len(counts) == 1 else f'{counts[0]} to {counts[-1]}'} seeds {condition}"
+    parts = []
+    for verdict in ("better", "worse"):
+        for (label, reference), found in compared.items():
+            if found.verdict == verdict:
+                assert found.mean is not None and found.half_width is not None
+                places = decimals(found.half_width)
+                size = f"{abs(found.mean):.{places}f} ± {found.half_width:.{places}f} {unit}"
+                parts.append(f"{label} is {verdict} than {reference} by {size}")
+    alike = _by_reference(compared, "same")
+    one = len({reference for _, reference in compared}) == 1
+    for reference, labels in alike.items():
+        whom = "" if one and parts else f" from {reference}"
+        parts.append(f"{listed(labels)} {_are(labels)} not distinguishable{whom}")
+    counts = sorted({found.n for found in compared.values() if found.verdict != "unknown"})
     if parts:
-        parts[0] += over
-    for kind, text in (("same", "not distinguishable"), ("unknown", "not compared")):
-        if words[kind]:
-            verb = "is" if len(words[kind]) == 1 else "are"
-            parts.append(f"{listed(words[kind])} {verb} {text}")
-            if len(parts) == 1:
-                against = f" from {next(iter(references))}" if len(references) == 1 and kind == "same" else ""
-                parts[0] += against + over
+        parts[0] += f" over {counts[0] if len(counts) == 1 else f'{counts[0]} to {counts[-1]}'} seeds {condition}"
+    for reference, labels in _by_reference(compared, "unknown").items():
+        when = "" if parts else f" {condition}"
+        parts.append(f"{listed(labels)} cannot be judged against {reference}{when}: fewer than two seeds ended in both")
     return "; ".join(parts) + "."
+
+
+def _by_reference(compared: Mapping[tuple[str, str], Difference], verdict: str) -> dict[str, list[str]]:
+    """What a verdict was given for: reference -> labels."""
+    found: dict[str, list[str]] = {}
+    for (label, reference), difference in compared.items():
+        if difference.verdict == verdict:
+            found.setdefault(reference, []).append(label)
+    return found
+
+
+def _are(labels: Sequence[str]) -> str:
+    return "is" if len(labels) == 1 else "are"
 
 
 def listed(words: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headloom.core.files import read_json, write_csv, write_json
+from headloom.core.files import write_csv, write_json
 from headloom.lab.plan.fairness import differences, flatten
 from headloom.lab.plan.places import folder_of
 from headloom.lab.results.readings import at_time, time_sentence, told_apart
@@ -25,6 +25,7 @@ from headloom.lab.results.statistics import (
     summary,
 )
 from headloom.lab.spec.resolved import StudySpec, Variant
+from headloom.records.runs import FAILURE, MIXES, PICTURES, RESULT
 
 UNIT = "bits per byte"
 Quality = dict[str, dict[int, float]]
@@ -40,27 +41,24 @@ def read_run(spec: StudySpec, folder: Path, label: str, seed: int, learning_rate
         "folder": name,
         "status": "waiting",
     }
-    failure = read_json(folder / name / "failure.json")
+    failure = FAILURE.read_if_there(folder / name)
     if failure is not None:
-        return {**run, "status": "failed", "reason": str(failure.get("reason", "unknown"))}
-    result = read_json(folder / name / "result.json")
+        return {**run, "status": "failed", "reason": failure.reason}
+    result = RESULT.read_if_there(folder / name)
     if result is None:
         return run
-    bits = result.get("bits_per_byte")
-    if not isinstance(bits, int | float) or not math.isfinite(bits):
-        return {**run, "status": "failed", "reason": f"bits per byte is {bits}, not a finite number"}
     same = ("perplexity", "selection_bits_per_byte", "train_seconds", "tokens_per_second", "parameters", "weights")
     return {
         **run,
         "status": "finished",
-        "bits_per_byte": bits,
-        **{key: result[key] for key in same},
-        "curve": result.get("curve") or [],
-        "curve_text": result.get("curve_text") or "",
-        "step_time": result["step_time_seconds"],
-        "mixes": (folder / name / "mixes.npz").is_file(),
-        "pictures": (folder / name / "pictures.npz").is_file(),
-        "quality_text": result["validation_text"],
+        "bits_per_byte": result.bits_per_byte,
+        **{key: getattr(result, key) for key in same},
+        "curve": [point.to_dict() for point in result.curve],
+        "curve_text": result.curve_text,
+        "step_time": result.step_time_seconds,
+        "mixes": (folder / name / MIXES).is_file(),
+        "pictures": (folder / name / PICTURES).is_file(),
+        "quality_text": result.validation_text,
     }
 
 

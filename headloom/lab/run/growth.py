@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headloom.core.files import read_json, write_json
+from headloom.core.machine import versions
 from headloom.lab.plan.fairness import differences
 from headloom.lab.plan.places import ASIDE, RUNS
 from headloom.lab.spec.resolved import StudySpec, identity
+from headloom.records.runs import CONFIG, FAILURE, RESULT
 
 # what may differ between two studies that have runs in common; everything else is in every run's configuration
 _FREE = {"kind", "name", "title", "question", "size", "variants", "reference", "budgets", "axes", "seeds", "grid_seeds"}
@@ -25,12 +26,10 @@ _OF_ONE_RUN = ("seed", "learning_rate")
 def differing_specs(held: Mapping[str, Any], spec: StudySpec) -> dict[str, dict[str, Any]]:
     """Why no run of a study (its manifest) can be one of `spec`: key -> {"there": value, "here": value}. Empty where
     the specifications alone do not exclude it. No data is needed."""
-    from headloom.train.records import versions
-
     there, here = dict(held.get("spec") or {}), spec.model_dump(mode="json")
     fixed = [
-        {key: value for key, value in spec.items() if key not in _FREE} | {"versions": versions}
-        for spec, versions in ((there, held.get("versions")), (here, versions()))
+        {key: value for key, value in spec.items() if key not in _FREE} | {"versions": packages}
+        for spec, packages in ((there, held.get("versions")), (here, versions()))
     ]
     found = _between(*fixed)
     if found:
@@ -88,9 +87,9 @@ def arrange(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> bool:
     Returns whether something was moved. A study that is stopped in between is arranged by the next one.
     """
     held = {
-        config.parent: _contents(read_json(config))
+        config.parent: _contents(CONFIG.read(config.parent))
         for place in (RUNS, ASIDE)
-        for config in sorted((folder / place).glob("*/config.json"))
+        for config in sorted((folder / place).glob(f"*/{CONFIG.name}"))
     }
     asked = {folder / place: config for place, config in wanted.items()}
     moved = False
@@ -127,7 +126,11 @@ def _set_aside(folder: Path, here: Path, contents: str | None) -> Path:
 
 def _rename(here: Path, name: str) -> None:
     """A run that belonged to a variant of another label gets the name it has now."""
-    for file in ("result.json", "failure.json", "config.json"):  # the last one says whether it is done
-        record = read_json(here / file)
-        if record is not None and record.get("name") != name:
-            write_json(here / file, {**record, "name": name})
+    result, failure = RESULT.read_if_there(here), FAILURE.read_if_there(here)
+    if result is not None and result.name != name:
+        RESULT.write(here, result.model_copy(update={"name": name}))
+    if failure is not None and failure.name != name:
+        FAILURE.write(here, failure.model_copy(update={"name": name}))
+    config = CONFIG.read_if_there(here)  # the last one says whether it is done
+    if config is not None and config["name"] != name:
+        CONFIG.write(here, {**config, "name": name})

@@ -4,7 +4,7 @@
     study/study.json     the manifest: what was asked, resolved, its hash, data fingerprints, versions, machine,
                          command; step times, and the shapes after matching (`timing`, `frozen`): measured once
     study/results.json, results.csv   what was found (headloom.lab.results.summary)     report.html, figures/   the page
-    study/runs/<variant>[-lr<rate>]-seed<k>/   one run (headloom.train.records), and log.txt, what its process said
+    study/runs/<variant>[-lr<rate>]-seed<k>/   one run (headloom.records.runs), and log.txt, what its process said
 
 Every file is written whole or not at all. A study stopped at any moment, by SIGKILL too, goes on when it is asked for
 again: finished runs are kept, one that was cut goes on from its last checkpoint, and on a CPU the numbers are those
@@ -22,6 +22,7 @@ from typing import Any
 
 from headloom.core.files import read_json, saying_when_full, write_json, write_text
 from headloom.core.locks import locked
+from headloom.core.machine import machine
 from headloom.lab.plan.budget import Match
 from headloom.lab.plan.places import folder_of
 from headloom.lab.plan.plan import Plan
@@ -34,6 +35,7 @@ from headloom.lab.run.progress import Progress
 from headloom.lab.run.work import Bundle, Job, foreign
 from headloom.lab.spec.resolved import Shape, StudySpec
 from headloom.lab.spec.study import WrittenStudy
+from headloom.records.runs import CONFIG, FAILURE, RunFailure
 
 
 class Interrupted(KeyboardInterrupt):
@@ -204,7 +206,7 @@ class Runner(Listener):
         if read_run(self.spec, self.folder, label, seed, rate)["status"] != "finished":
             return False
         place = self.folder / folder_of(self.spec, label, seed, rate)
-        return read_json(place / "config.json") == self.plan.run(label, seed, rate).to_dict()
+        return CONFIG.read_if_there(place) == self.plan.run(label, seed, rate).to_dict()
 
     # what the engine says
 
@@ -221,11 +223,11 @@ class Runner(Listener):
     def failed(self, job: Job, reason: str) -> None:
         assert job.folder is not None
         place = Path(job.folder)
-        if read_json(place / "failure.json") is None:
+        if not FAILURE.is_in(place):
             place.mkdir(parents=True, exist_ok=True)
-            write_json(place / "config.json", job.settings["run"])
-            failure = {"name": job.settings["run"]["name"], "seed": job.settings["run"]["seed"], "reason": reason}
-            write_json(place / "failure.json", failure)
+            run = job.settings["run"]
+            CONFIG.write(place, run)
+            FAILURE.write(place, RunFailure(name=run["name"], seed=run["seed"], reason=reason))
         self._ran(job, f"failed: {reason}")
 
     def _ran(self, job: Job, text: str) -> None:
@@ -234,7 +236,7 @@ class Runner(Listener):
 
     def _forget_failure(self, job: Job) -> None:
         assert job.folder is not None
-        (Path(job.folder) / "failure.json").unlink(missing_ok=True)
+        (Path(job.folder) / FAILURE.name).unlink(missing_ok=True)
 
     # what is written
 
@@ -272,8 +274,6 @@ class Runner(Listener):
     def _write_manifest(self, found: Measured, kept: Mapping[str, Any]) -> None:
         """study.yaml and study.json: what was asked for last. `kept`: all that was ever measured in this folder, for a
         variant that comes back."""
-        from headloom.train.records import machine
-
         spec, plan = self.spec, self.plan
         data = plan.data
         record = {

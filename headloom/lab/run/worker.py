@@ -61,6 +61,7 @@ def _line() -> bytes:
 def _child(job: Any, bundle: Any, channel: IO[str], parent: int) -> None:
     from headloom.core.locks import locked
     from headloom.lab.run.work import Failed, work
+    from headloom.records.runs import LOG
 
     status, hold = 1, ExitStack()
     try:
@@ -68,7 +69,7 @@ def _child(job: Any, bundle: Any, channel: IO[str], parent: int) -> None:
         if job.folder is not None:
             # a run of a study that was just killed may be a moment from its end
             hold.enter_context(locked(Path(job.folder), wait=True))
-            log = os.open(Path(job.folder) / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            log = os.open(Path(job.folder) / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(log, 1)
             os.dup2(log, 2)
         faulthandler.enable()

@@ -25,6 +25,7 @@ from headloom.core.errors import HeadloomError
 from headloom.core.files import write_bytes
 from headloom.lab.run.engines.base import Engine, Listener
 from headloom.lab.run.work import Bundle, Failed, Job, work
+from headloom.records.runs import RESULT
 
 if TYPE_CHECKING:
     from headloom.lab.spec.study import EngineOptions
@@ -125,8 +126,8 @@ class RayEngine(Engine):
         if job.folder is not None:
             place = Path(job.folder)
             place.mkdir(parents=True, exist_ok=True)
-            # result.json comes last: where it is, the run is complete
-            for name, content in sorted(left.items(), key=lambda item: item[0] == "result.json"):
+            # the result comes last: where it is, the run is complete
+            for name, content in sorted(left.items(), key=lambda item: item[0] == RESULT.name):
                 (place / name).parent.mkdir(parents=True, exist_ok=True)
                 write_bytes(place / name, content)
         if reason is not None:
@@ -184,7 +185,7 @@ def train_on_worker(
     """The task: (result, None, files, last words), or (None, why it failed, files, last words)."""
     import headloom.train.run  # noqa: F401  # seconds of imports, before the clock starts
     from headloom.core.heap import keep_freed
-    from headloom.train.checkpoints import FOLDER
+    from headloom.records.runs import CHECKPOINTS
 
     keep_freed()
     start, attempt = time.monotonic(), uuid.uuid4().hex
@@ -210,7 +211,7 @@ def train_on_worker(
         left = {
             str(path.relative_to(folder)): path.read_bytes()
             for path in folder.rglob("*")
-            if path.is_file() and not path.is_relative_to(folder / FOLDER)
+            if path.is_file() and not path.is_relative_to(folder / CHECKPOINTS)
         }
         return result, reason, left, last
 
