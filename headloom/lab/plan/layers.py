@@ -35,7 +35,9 @@ def attention_config(spec: StudySpec, variant: Variant, shape: Shape | None = No
                 return {"attention": alike}
         else:
             of_schedule, common = fields_of(classes[0]), fields_of(AttentionConfig)
-            given = {k: v for k, v in variant.options.items() if k in common and k not in of_schedule}
+            first, *others = (options for _, options in variant.layers(shape))
+            given = {k: v for k, v in first.items() if k in common and k not in of_schedule}
+            given = {k: v for k, v in given.items() if all(k in one and one[k] == v for one in others)}
             facts = shared(spec, shape)
             alike = AttentionConfig(**{**facts[0], **given}).to_dict()
             for name in [n for n in facts[0] if n not in given and any(one[n] != facts[0][n] for one in facts)]:
