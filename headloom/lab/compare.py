@@ -17,7 +17,7 @@ from headloom.lab.run.progress import Progress, told
 from headloom.lab.spec.resolve import resolve_study, shape_of
 from headloom.lab.spec.resolved import StudySpec
 from headloom.lab.spec.sizes import get_size
-from headloom.lab.spec.study import Budget, EngineOptions, WrittenStudy
+from headloom.lab.spec.study import Budget, EngineOptions, WrittenStudy, usual_engine
 from headloom.lab.spec.variants import Given, check_variants, split_settings
 from headloom.lab.study import carry_out, check_places
 from headloom.train.config import EVALUATIONS
@@ -51,7 +51,7 @@ def compare(
     out: str | Path | None = None,
     progress: Progress | bool | None = None,
     report: bool = True,
-    engine: str = "local",
+    engine: str | None = None,
 ) -> Comparison:
     """Compare attention mechanisms on one text at equal parameters and equal steps.
 
@@ -75,7 +75,8 @@ def compare(
             headloom-compare here, or the first free number after it.
         progress: None shows it on stderr (a bar on a terminal, else a line a run), False does not; or one of your own,
             a `headloom.lab.run.progress.Progress`, which is told what happens. report: also report.html and figures/.
-        engine: "local" (a process for each run), or "inline" (this process, for a debugger).
+        engine: "local" (a process for each run), or "inline" (this process: for a debugger, and for Windows, where
+            it is the default).
 
     Raises:
         HeadloomError: the call is wrong; nothing was trained.
@@ -134,7 +135,7 @@ def comparison_study(
     batch_size: int | None = None,
     learning_rate: float | None = None,
     evaluations: int = EVALUATIONS,
-    engine: str = "local",
+    engine: str | None = None,
     track: str | None = None,
     **same: Any,
 ) -> WrittenStudy:
@@ -147,7 +148,7 @@ def comparison_study(
     if type(seeds) is not int or not 1 <= seeds <= 1000:
         raise HeadloomError(f"seeds must be a number of seeds from 1 to 1000, not {seeds!r}")
     try:
-        place = EngineOptions(name=engine, track=track)  # type: ignore[arg-type]
+        place = EngineOptions(name=engine or usual_engine(), track=track)  # type: ignore[arg-type]
     except ValueError:
         raise HeadloomError(f"engine must be local or inline, not '{engine}'") from None
     written: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ def resolve_study(study: WrittenStudy, *, kind: Literal["compare", "study"] = "s
     """
     size = get_size(study.size)
     tracking.check_name(study.engine.track)
+    if study.engine.name == "local" and not hasattr(os, "fork"):
+        raise HeadloomError("engine local forks processes, which this system cannot do: use --engine inline")
     seeds = _seeds(study)
     rates = study.learning_rates or (size.learning_rate,)
     if len(set(rates)) < len(rates):
