@@ -226,6 +226,7 @@ def test_after_mixed_precision_is_unwrapped(llama, ids):
     with pytest.raises(HeadloomError, match=r"the forward of the model was replaced .*unwrap_model"):
         hl.graft(prepared, **IHA)
     grafted = hl.graft(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), **IHA)
+    assert "forward" in vars(model) and grafted.forward.__func__ is type(grafted).forward
     apart = call(grafted, x, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))[:, 3:]
     torch.testing.assert_close(apart, call(grafted, x[:, 3:]), rtol=0, atol=1e-4)
 
