@@ -20,7 +20,7 @@ from headloom.lab.run.runner import Comparison, Interrupted, Runner
 from headloom.lab.spec.resolve import resolve, shape_of
 from headloom.lab.spec.resolved import StudySpec, identity
 from headloom.lab.spec.sizes import Size, get_size
-from headloom.lab.spec.study import Budget, EngineOptions, WrittenStudy
+from headloom.lab.spec.study import Budget, EngineOptions, WrittenStudy, usual_engine
 from headloom.lab.spec.variants import Variant, check_variants, parse_variants
 from headloom.train.config import EVALUATIONS, check_device
 from headloom.train.tracking import check_name
@@ -59,7 +59,7 @@ def compare(
     out: str | Path | None = None,
     progress: Progress | bool | None = None,
     report: bool = True,
-    engine: str = "local",
+    engine: str | None = None,
 ) -> Comparison:
     """Compare attention mechanisms on one text at equal parameters and equal steps.
 
@@ -82,7 +82,8 @@ def compare(
             headloom-compare here, or the first free number after it.
         progress: None shows it on stderr (a bar on a terminal, else a line a run), False does not; or one of your own,
             a `headloom.lab.run.progress.Progress`, which is told what happens. report: also report.html and figures/.
-        engine: "local" (a process for each run), or "inline" (this process, for a debugger).
+        engine: "local" (a process for each run), or "inline" (this process: for a debugger, and for Windows, where
+            it is the default).
 
     Raises:
         HeadloomError: the call is wrong; nothing was trained.
@@ -223,7 +224,7 @@ def comparison_study(
     batch_size: int | None = None,
     learning_rate: float | None = None,
     evaluations: int = EVALUATIONS,
-    engine: str = "local",
+    engine: str | None = None,
     track: str | None = None,
     **same: Any,
 ) -> WrittenStudy:
@@ -235,7 +236,7 @@ def comparison_study(
     if type(seeds) is not int or not 1 <= seeds <= 1000:
         raise HeadloomError(f"seeds must be a number of seeds from 1 to 1000, not {seeds!r}")
     try:
-        place = EngineOptions(name=engine, track=track)  # type: ignore[arg-type]
+        place = EngineOptions(name=engine or usual_engine(), track=track)  # type: ignore[arg-type]
     except ValueError:
         raise HeadloomError(f"engine must be local or inline, not '{engine}'") from None
     written: dict[str, Any] = {

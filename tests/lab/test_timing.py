@@ -33,7 +33,7 @@ def match(found, seconds):
     return made.shapes, made.timing, made.matches, asked
 
 
-def test_a_slower_step_gets_fewer_steps_case_15():
+def test_a_slower_step_gets_fewer_steps():
     shapes, timing, matches, asked = match(
         spec("mha", "iha:pseudo_heads=2"), lambda label, shape: 0.0125 if label == "iha" else 0.01
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ def resolve(study: WrittenStudy, *, kind: str = "study", variants: Sequence[Vari
     """
     size = get_size(study.size)
     tracking.check_name(study.engine.track)
+    if study.engine.name == "local" and not hasattr(os, "fork"):
+        raise HeadloomError("engine local forks processes, which this system cannot do: use --engine inline")
     seeds = _seeds(study)
     entries = [Entry(use=v.text) for v in variants] if variants is not None else list(study.variants)
     rates = study.learning_rates or (size.learning_rate,)

@@ -11,6 +11,7 @@ Everything is strict: an unknown key, or a value of another type, is refused bef
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -90,13 +91,19 @@ class Backbone(_Written):
     F: Int | None = None
 
 
+def usual_engine() -> Literal["local", "inline"]:
+    """The engine where none is named: "local", and "inline" on a system that cannot fork processes (Windows)."""
+    return "local" if hasattr(os, "fork") else "inline"
+
+
 class EngineOptions(_Written):
-    """Where runs go: "local" (a process each, `workers` at a time; None: cores / threads), "inline" (this process, for
-    a debugger), or "ray" (`address` of a cluster; None: one on this machine). timeout: seconds a run may take. retries:
-    of a run whose Ray worker died. checkpoint_seconds: training time between checkpoints. track: as --track.
+    """Where runs go: "local" (a process each, `workers` at a time; None: cores / threads), "inline" (this process, one
+    after the other: for a debugger, and for Windows), or "ray" (`address` of a cluster; None: one on this machine).
+    timeout: seconds a run may take. retries: of a run whose Ray worker died. checkpoint_seconds: training time between
+    checkpoints. track: as --track.
     """
 
-    name: Literal["local", "inline", "ray"] = "local"
+    name: Literal["local", "inline", "ray"] = Field(default_factory=usual_engine)
     workers: Int | None = None
     address: Text | None = None
     retries: Annotated[int, Strict(), Field(ge=0)] = 2
