@@ -26,6 +26,7 @@ OPTIONS = {
     "equal_windows": {"first_window": 3},
     "default_windows": {"first_window": 512, "second_window": 32},
     "no_first_window": {"first_window": None, "second_window": 2},
+    "no_first_window_softcap": {"first_window": None, "softcap": 0.7},
     "encoder_wide": {"first_window": None, "second_window": 9, "causal": False},
     "norm_head": {"qk_norm": "head"},
     "norm_width": {"qk_norm": "width", "norm_eps": 0.2},
