@@ -6,7 +6,7 @@ It is a study with defaults: `headloom.lab.spec.study` is about studies, `headlo
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from headloom.lab.spec.resolved import StudySpec, identity
 from headloom.lab.spec.sizes import Size, get_size
 from headloom.lab.spec.study import Budget, EngineOptions, WrittenStudy
 from headloom.lab.spec.variants import Variant, check_variants, parse_variants
+from headloom.records.manifest import STUDY_YAML, Manifest
 from headloom.train.config import EVALUATIONS, check_device
 from headloom.train.tracking import check_name
 
@@ -187,7 +188,7 @@ def _run(
     resolved = plan.resolved
     study_hash = identity(resolved)
     folder = open_folder(out, study_hash, resolved, default=default)
-    command = command or f"headloom study run {shlex.quote(str(folder / 'study.yaml'))}"
+    command = command or f"headloom study run {shlex.quote(str(folder / STUDY_YAML))}"
     runner = Runner(plan, folder, study_hash, resolved, study, command, _notes(plan), progress, report)
     return runner.run()
 
@@ -195,8 +196,8 @@ def _run(
 def _same_text(out: str | Path | None, corpus: Corpus) -> None:
     """Refuse a folder with a study of another text before this one is tokenised."""
 
-    def differing(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        there, here = held["resolved"]["data"]["corpus"], corpus.fingerprint
+    def differing(held: Manifest) -> dict[str, dict[str, Any]]:
+        there, here = held.resolved.data.corpus, corpus.fingerprint
         return {} if there == here else {"data": {"there": there[:12], "here": here[:12]}}
 
     if out is not None:
