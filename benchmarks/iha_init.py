@@ -15,7 +15,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from headloom.data import load_corpus
+from headloom.data.corpus import load_corpus
 from headloom.hf import checkpoints
 from headloom.lab.results.statistics import paired_difference
 from headloom.lab.run.progress import Bar

@@ -10,18 +10,20 @@ Names are loaded when first used: `import headloom` itself is light. After it, t
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headloom import _hook
+from headloom.core.lazy import attach
 
-# what each name is for type checkers; `_PLACES` says where it is loaded from
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from headloom.core.errors import HeadloomError, RunError
     from headloom.costs.count import cost
-    from headloom.hf import build_model, fold, graft, mix_names, parameter_groups
+    from headloom.hf.grafting.build import build_model
+    from headloom.hf.grafting.fold import fold
+    from headloom.hf.grafting.graft import graft
+    from headloom.hf.grafting.groups import mix_names, parameter_groups
     from headloom.lab.compare import compare
     from headloom.lab.study import Study
     from headloom.mechanism import Attention, Maps, attention, foldable, make_config, maps, mechanisms, register
@@ -30,34 +32,32 @@ if TYPE_CHECKING:
     from headloom.ops.cache import Cache
     from headloom.ops.masks import Causal, Dense, Documents, Exactly, Padding, Window
 
-_PLACES = {
-    **dict.fromkeys(
-        ("Attention", "Maps", "attention", "foldable", "maps", "make_config"), ("headloom.mechanism", None)
-    ),
-    **dict.fromkeys(("mechanisms", "register"), ("headloom.mechanism", None)),
-    **dict.fromkeys(("schedule", "schedules"), ("headloom.mechanism.schedules", None)),
-    "cost": ("headloom.costs.count", None),
-    **dict.fromkeys(("HeadloomError", "RunError"), ("headloom.core.errors", None)),
-    **dict.fromkeys(("build_model", "fold", "graft", "mix_names", "parameter_groups"), ("headloom.hf", None)),
-    "compare": ("headloom.lab.compare", None),
-    "Study": ("headloom.lab.study", None),
-    "pack_bits": ("headloom.ops.bit", None),
-    "Cache": ("headloom.ops.cache", None),
-    **dict.fromkeys(("Causal", "Dense", "Documents", "Exactly", "Padding", "Window"), ("headloom.ops.masks", None)),
-}
-
-__all__ = [*_PLACES, "__version__"]  # noqa: PLE0604
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module 'headloom' has no attribute '{name}'")
-    module, attribute = _PLACES[name]
-    return getattr(importlib.import_module(module), attribute or name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "headloom.core.errors": ("HeadloomError", "RunError"),
+        "headloom.costs.count": ("cost",),
+        "headloom.hf.grafting.build": ("build_model",),
+        "headloom.hf.grafting.fold": ("fold",),
+        "headloom.hf.grafting.graft": ("graft",),
+        "headloom.hf.grafting.groups": ("mix_names", "parameter_groups"),
+        "headloom.lab.compare": ("compare",),
+        "headloom.lab.study": ("Study",),
+        "headloom.mechanism": [
+            "Attention",
+            "Maps",
+            "attention",
+            "foldable",
+            "make_config",
+            "maps",
+            "mechanisms",
+            "register",
+        ],
+        "headloom.mechanism.schedules": ("schedule", "schedules"),
+        "headloom.ops.bit": ("pack_bits",),
+        "headloom.ops.cache": ("Cache",),
+        "headloom.ops.masks": ("Causal", "Dense", "Documents", "Exactly", "Padding", "Window"),
+    },
+)
 
 _hook.install()

@@ -30,12 +30,12 @@ def plain_form(attention: Attention) -> Callable[[Any, Tensor], Tensor]:
     return form
 
 
-def scored(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, window: int | None, pseudo: int = 1) -> Tensor:
+def scored(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, window: int | None, rows_per_token: int = 1) -> Tensor:
     """softmax(q k^T / sqrt K + mask) v with the whole matrix of scores and a dense mask."""
     T = q_BHTK.shape[2]
     hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
     if window is not None:
-        place = torch.arange(T) // pseudo
+        place = torch.arange(T) // rows_per_token
         hidden = hidden | (place[:, None] - place >= window)
     logits = torch.einsum("bhtk,bhsk->bhts", q_BHTK, k_BHSK) / math.sqrt(q_BHTK.shape[-1])
     return torch.einsum("bhts,bhsv->bhtv", torch.softmax(logits.masked_fill(hidden, -torch.inf), -1), v_BHSV)

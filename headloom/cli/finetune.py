@@ -76,7 +76,7 @@ def finetune(
     documents, or of one document its last tenth. The folder gets both tuned models and result.json.
     """
     from headloom.core.locks import LOCK
-    from headloom.data import check_corpus, load_corpus
+    from headloom.data.corpus import check_corpus, load_corpus
     from headloom.hf.places import new_folder
     from headloom.lab.run.progress import Bar
     from headloom.records.tuning import ASKED

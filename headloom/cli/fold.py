@@ -1,4 +1,4 @@
-"""`headloom fold`: a graft that plain weights can say, as an ordinary checkpoint."""
+"""`headloom fold`: a graft that plain weights can express, as an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headloom.cli.graft import Dtype, Model, Out, saved
 def fold_command(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -> None:
     """Multiply a graft's mixes into its projections: a checkpoint of the original family, without headloom.
 
-    Refused, with the reason, where plain weights cannot say it.
+    Refused, with the reason, where plain weights cannot express it.
     """
     from headloom.core.errors import HeadloomError
     from headloom.hf import places

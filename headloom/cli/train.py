@@ -15,7 +15,7 @@ from headloom.core.heap import keep_freed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headloom.train import RunConfig
+    from headloom.train.config import RunConfig
     from headloom.train.file import Text
 
 

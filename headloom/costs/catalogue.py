@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from headloom.core.config import own_first
 from headloom.core.errors import HeadloomError
 from headloom.costs.count import Cost, config_cost
-from headloom.costs.formula import LETTERS, cache_formula
+from headloom.costs.formula import cache_formula, letter_of
 from headloom.mechanism import Attention, AttentionConfig, build_from_config, layer_config, mechanisms
 from headloom.mechanism.schedules import schedules
 
@@ -200,7 +201,7 @@ def markdown(reference: str, options: Options | None = None) -> str:
         "",
         table_line(["letter", "option"]),
         table_line(["---"] * 2),
-        *(table_line([letter, f"`{field}`"]) for field, letter in LETTERS.items()),
+        *(table_line([letter, f"`{field}`"]) for letter, field in _letters()),
         "",
         "## Schedules of layers",
         "",
@@ -212,7 +213,7 @@ def markdown(reference: str, options: Options | None = None) -> str:
                     f"`{found.name}`",
                     f"**{found.title}**: {found.summary}",
                     _link(found.paper),
-                    ", ".join(f"`{part}`" for part in found.mechanisms),
+                    ", ".join(f"`{part}`" for part in found.mechanisms) or "any",
                 ]
             )
             for found in schedules().values()
@@ -226,4 +227,11 @@ def table_line(cells: Sequence[str]) -> str:
 
 
 def _link(paper: str) -> str:
-    return f"[{paper}](https://arxiv.org/abs/{paper.removeprefix('arXiv:')})"
+    return f"[{paper}](https://arxiv.org/abs/{paper.removeprefix('arXiv:')})" if paper else "none"
+
+
+def _letters() -> list[tuple[str, str]]:
+    """(letter, option) of every size, those of all mechanisms first."""
+    classes: list[Any] = [AttentionConfig, *(info.config_cls for info in mechanisms().values())]
+    pairs = [(letter_of(cls, field), field) for cls in classes for field in own_first(cls)]
+    return [pair for pair in dict.fromkeys(pairs) if pair[0]]

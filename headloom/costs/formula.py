@@ -5,31 +5,23 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from fractions import Fraction
 from typing import Any
 
 import torch
 
+from headloom.core.config import meanings, own_first
 from headloom.mechanism import AttentionConfig, MechanismInfo, build_from_config
 
-LETTERS = {
-    "simulated_heads": "E",
-    "pseudo_heads": "P",
-    "num_heads": "H",
-    "num_kv_heads": "G",
-    "k_rank": "R_k",
-    "v_rank": "R_v",
-    "hidden_size": "D",
-    "latent_dim": "C",
-    "simulated_width": "J",
-    "head_dim": "K",
-    "rotary_dim": "K_r",
-    "plain_dim": "K_n",
-    "value_dim": "V",
-}
-"""Fields of configs and their letters in the documentation, in the order in which a product is written."""
+LETTER = re.compile(r"^([A-Z]\w{0,3}): ")
+"""How the meaning of a size begins: with its letter in formulas, "H: the number of heads"."""
 SAME = (("num_kv_heads", "num_heads"), ("value_dim", "head_dim"))
 """Where the first equals the second by default, it has the second's letter."""
+
+
+Letter = tuple[int, str]
+"""A letter after its place in products: those of a mechanism's own options, of its base's, of all mechanisms'."""
 
 
 class Size(int):
@@ -41,17 +33,17 @@ class Size(int):
     (180, '4 G K + 1/2 G K^2')
     """
 
-    terms: dict[tuple[str, ...], Fraction]
+    terms: dict[tuple[Letter, ...], Fraction]
 
     @classmethod
-    def of(cls, value: int, terms: dict[tuple[str, ...], Fraction]) -> Size:
+    def of(cls, value: int, terms: dict[tuple[Letter, ...], Fraction]) -> Size:
         made = cls(value)
         made.terms = terms
         return made
 
     @classmethod
-    def named(cls, value: int, letter: str) -> Size:
-        return cls.of(value, {(letter,): Fraction(1)})
+    def named(cls, value: int, letter: str, place: int = 0) -> Size:
+        return cls.of(value, {((place, letter),): Fraction(1)})
 
     def __add__(self, other: int) -> Size:
         terms = dict(self.terms)
@@ -60,10 +52,10 @@ class Size(int):
         return Size.of(int(self) + int(other), terms)
 
     def __mul__(self, other: int) -> Size:
-        terms: dict[tuple[str, ...], Fraction] = {}
+        terms: dict[tuple[Letter, ...], Fraction] = {}
         for mine, a in self.terms.items():
             for theirs, b in _terms(other).items():
-                letters = tuple(sorted(mine + theirs, key=_rank))
+                letters = tuple(sorted(mine + theirs))
                 terms[letters] = terms.get(letters, Fraction(0)) + a * b
         return Size.of(int(self) * int(other), terms)
 
@@ -77,7 +69,7 @@ class Size(int):
     def at(self, values: dict[str, int]) -> Fraction:
         """Its value where letters have other ones."""
         return sum(
-            (factor * math.prod(values[letter] for letter in letters) for letters, factor in self.terms.items()),
+            (factor * math.prod(values[letter] for _, letter in letters) for letters, factor in self.terms.items()),
             Fraction(0),
         )
 
@@ -85,23 +77,27 @@ class Size(int):
         return int.__repr__(self)
 
     def __str__(self) -> str:
-        products = sorted(self.terms.items(), key=lambda term: [_rank(letter) for letter in term[0]])
-        return " + ".join(_product(letters, factor) for letters, factor in products)
+        return " + ".join(_product(letters, factor) for letters, factor in sorted(self.terms.items()))
 
 
-def _product(letters: tuple[str, ...], factor: Fraction) -> str:
-    counted = [(letter, len(list(run))) for letter, run in itertools.groupby(letters)]
+def _product(letters: tuple[Letter, ...], factor: Fraction) -> str:
+    counted = [(letter, len(list(run))) for (_, letter), run in itertools.groupby(letters)]
     powers = [letter if power == 1 else f"{letter}^{power}" for letter, power in counted]
     return " ".join([*([] if factor == 1 and letters else [str(factor)]), *powers])
 
 
-def _terms(value: int) -> dict[tuple[str, ...], Fraction]:
+def _terms(value: int) -> dict[tuple[Letter, ...], Fraction]:
     return value.terms if isinstance(value, Size) else {(): Fraction(int(value))} if value else {}
 
 
-def _rank(letter: str) -> tuple[int, str]:
-    order = list(LETTERS.values())
-    return (order.index(letter), letter) if letter in order else (-1, letter)
+def letter_of(config_cls: Any, field: str) -> str:
+    """The letter of a size, "" where its meaning begins with none.
+
+    >>> letter_of(AttentionConfig, "num_heads")
+    'H'
+    """
+    found = LETTER.match(meanings(config_cls).get(field, ""))
+    return found[1] if found else ""
 
 
 def _letters(config: AttentionConfig, tiny: AttentionConfig) -> dict[str, str]:
@@ -109,10 +105,9 @@ def _letters(config: AttentionConfig, tiny: AttentionConfig) -> dict[str, str]:
     fields, names = tiny.to_dict(), {}
     for field, value in config.to_dict().items():
         if type(value) is int and value != 1:
-            names[field] = LETTERS.get(field, field)
-            for one, other in SAME:
-                if field == one and fields[one] == fields[other] and value == getattr(config, other):
-                    names[field] = LETTERS[other]
+            same = [other for one, other in SAME if field == one and fields[one] == fields[other]]
+            known = [other for other in same if value == getattr(config, other)] or [field]
+            names[field] = letter_of(type(config), known[0]) or field
     return names
 
 
@@ -137,8 +132,10 @@ def _remembered(config: AttentionConfig, letters: dict[str, str]) -> tuple[int, 
     with torch.device("meta"):
         attn = build_from_config(config)
     symbolic: Any = copy.copy(config)
-    for field, letter in letters.items():
-        object.__setattr__(symbolic, field, Size.named(getattr(config, field), letter))
+    places: dict[str, int] = {}
+    for field in (field for field in own_first(type(config)) if field in letters):
+        place = places.setdefault(letters[field], len(places))
+        object.__setattr__(symbolic, field, Size.named(getattr(config, field), letters[field], place))
     attn.config = symbolic
     growing = sum((heads * width for heads, width in attn.cache_slots().values()), 0)
     return growing, sum((heads * rows * width for heads, rows, width in attn.constant_slots().values()), 0)

@@ -7,14 +7,16 @@ are built with another value, everything else as in a comparison.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headloom.contract.config import BASE_FIELDS
+from headloom.contract.bases import BASES
+from headloom.contract.bases.base import options_of
 from headloom.core.config import describe, fields_of, meanings, members, own_first
 from headloom.core.errors import HeadloomError
 from headloom.costs.catalogue import SIZES, TOKENS, table_line
 from headloom.costs.count import Cost, layer_costs
+from headloom.costs.formula import LETTER
 from headloom.mechanism import AttentionConfig, mechanisms
 from headloom.mechanism.schedules import layers_of, option_classes, schedules
 
@@ -24,7 +26,8 @@ LAYERS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option. own: of this mechanism alone. default: its own; usual: what a comparison takes instead, if it does.
+    """One option. own: of this mechanism alone. bases: those whose option it is. default: its own; usual: what a
+    comparison takes instead, if it does.
 
     costs: another value, as text -> quantity ("parameters", "FLOPs", "cache", "scores") -> how many times as much.
     Values that do not go together with the other defaults are left out, and so are numbers that are no sizes.
@@ -32,6 +35,7 @@ class Option:
 
     name: str
     own: bool
+    bases: tuple[str, ...]
     values: str
     default: Any
     usual: Any
@@ -40,7 +44,7 @@ class Option:
 
 
 def options(name: str, usual: Mapping[str, Any] | None = None, *, costs: bool = True) -> list[Option]:
-    """All options of the mechanism or schedule `name`, its own first.
+    """All options of the mechanism or schedule `name`: its own, those of its bases, those of all mechanisms.
 
     Args:
         usual: the options that a comparison gives it where nobody does. costs: also measure (seconds).
@@ -50,7 +54,8 @@ def options(name: str, usual: Mapping[str, Any] | None = None, *, costs: bool = 
     for cls in option_classes(name):
         for option in _of_class(cls, usual):
             found.setdefault(option.name, option)
-    rows = sorted(found.values(), key=lambda option: not option.own)
+    place = {field: index for index, field in enumerate(fields_of(AttentionConfig))}
+    rows = sorted(found.values(), key=lambda row: (not row.own, not row.bases, place.get(row.name, 0)))
     start = _measured(name, usual) if costs else None
     if start is None:
         return rows
@@ -59,22 +64,36 @@ def options(name: str, usual: Mapping[str, Any] | None = None, *, costs: bool = 
 
 def _of_class(cls: Any, usual: Mapping[str, Any]) -> list[Option]:
     common, bases = fields_of(AttentionConfig), getattr(cls, "bases", ())
+    of_bases = options_of(base for base in bases if not issubclass(BASES[base].options, AttentionConfig))
     rows = []
     for field in own_first(cls):
-        if field in getattr(cls, "without", ()) or (field in BASE_FIELDS and not {*BASE_FIELDS[field]} & {*bases}):
+        if field in getattr(cls, "without", ()):
             continue
         default = cls.__dataclass_fields__[field].default
         rows.append(
             Option(
                 name=field,
-                own=field not in common,
+                own=field not in common and field not in of_bases,
+                bases=tuple(of_bases.get(field, ())),
                 values=", ".join(bases) if field == "base" else describe(fields_of(cls)[field]),
                 default="" if default is dataclasses.MISSING else default,
                 usual=usual.get(field),
-                meaning=meanings(cls).get(field, ""),
+                meaning=_meaning(cls, field, bases),
             )
         )
     return rows
+
+
+def _meaning(cls: Any, field: str, bases: Sequence[str]) -> str:
+    """What an option means: by base, where that is not the same over all of them."""
+    known: dict[str, Any] = {base: BASES[base].options for base in bases if field in BASES[base].fields}
+    common = meanings(AttentionConfig).get(field)
+    told = {base: meanings(options).get(field, "") for base, options in known.items()}
+    told = {base: text for base, text in told.items() if text != common}
+    if not told or (len(told) == len(bases) and len(set(told.values())) == 1):
+        return meanings(cls).get(field, "")
+    parts = [f"base {base}: " + LETTER.sub(r"\1, ", text) for base, text in told.items()]
+    return "; ".join(parts if common is None else [common, *parts])
 
 
 def _measured(name: str, given: Mapping[str, Any]) -> list[Cost] | None:
@@ -141,11 +160,22 @@ def markdown() -> str:
         "",
         *_table(_common()),
     ]
+    mechanisms_over = {
+        name: [each for each, info in mechanisms().items() if name in info.config_cls.bases] for name in BASES
+    }
+    for name, base in BASES.items():
+        if base.fields and not issubclass(base.options, AttentionConfig):
+            lines += ["", f"## Options of base `{name}`", "", f"Of {_listed(mechanisms_over[name])}.", ""]
+            lines += _table([option for option in _of_class(base.options, {}) if option.name in base.fields])
     for name in [*mechanisms(), *schedules()]:
         own = [option for cls in option_classes(name)[:1] for option in _of_class(cls, {}) if option.own]
         if own:
             lines += ["", f"## Options of `{name}`", "", *_table(own)]
     return "\n".join(lines) + "\n"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _common() -> list[Option]:

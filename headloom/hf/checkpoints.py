@@ -26,10 +26,10 @@ def load_checkpoint(source: str | Path, *, dtype: str = "auto", causal: bool = F
     """Read a checkpoint. No code from it is run.
 
     Args:
-        source: a folder, a .gguf file (its weights are made plain again, float32 unless told otherwise), or the hub's
-            'owner/name'.
+        source: a folder, a .gguf file (its quantized weights are converted, to float32 unless told otherwise), or the
+            hub's 'owner/name'.
         dtype: of the weights, one of `DTYPES`; "auto" keeps the checkpoint's.
-        causal: only a causal language model will do.
+        causal: refuse anything but a causal language model.
     Raises:
         HeadloomError: nothing there, nothing that loads, or not a causal language model where one is asked for, its
             head included.

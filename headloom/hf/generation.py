@@ -40,9 +40,9 @@ def generate(
     """Continue `prompt`.
 
     Args:
-        temperature, top_p: either of them samples; without both the likeliest token is taken.
-        beams: more than 1 searches; its text is written at the end, as beams may change their past.
-        cache: "dynamic" grows, "static" is allocated at once.
+        temperature, top_p: with one of them given tokens are sampled; without both the likeliest token is taken.
+        beams: above 1: beam search. Its text is written at the end, since until then another beam may become the best.
+        cache: "dynamic" grows with the text, "static" is allocated at once.
         write: called with every new piece of text as it comes.
     Raises:
         HeadloomError: no tokenizer, a prompt without tokens, or values out of range.

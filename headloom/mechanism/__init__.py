@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from headloom.contract.attention import Attention, Maps
+from headloom.contract.attention import Attention
 from headloom.contract.config import AttentionConfig
 from headloom.contract.folding import Folding
+from headloom.contract.maps import Maps
 from headloom.mechanism.registry import (
     MechanismInfo,
     attention,

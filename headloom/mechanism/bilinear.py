@@ -25,7 +25,9 @@ from torch import Tensor
 
 from headloom.contract.attention import Attention
 from headloom.contract.bases import BASES, PROJECTIONS, Base
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.common import FILLED, CommonOptions, Filled, need
+from headloom.contract.config import AttentionConfig
+from headloom.contract.layer import Layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,9 @@ class BilinearConfig(AttentionConfig):
     rope_theta, qk_norm and qkv_bias cannot be set.
     """
 
-    channels: Annotated[int | None, "H: the number of matrices W_c and U_c. None: num_heads, its only meaning"] = None
+    channels: Annotated[Filled[int], "H: the number of matrices W_c and U_c. None: num_heads, its only meaning"] = (
+        FILLED
+    )
     rope_theta: float | None = None
     base: str = "bilinear"
 
@@ -69,16 +73,13 @@ class BilinearConfig(AttentionConfig):
             f"bilinear attention has one key/value head, the token, not {self.num_kv_heads}: leave num_kv_heads out",
         )
         need(self.qk_norm is None, f"bilinear attention norms no keys: qk_norm must be None, not {self.qk_norm!r}")
-        self._fill("channels", self.num_heads)
+        self.fill("channels", self.num_heads)
         need(self.query_heads >= 1, f"channels must be at least 1, not {self.channels}")
         need(not self.qkv_bias, "bilinear attention has no q, k, v projections with a bias: qkv_bias must be false")
 
     @property
     def query_heads(self) -> int:
         return self.num_heads if self.channels is None else self.channels
-
-    def _kv_heads(self) -> int:
-        return 1
 
     @property
     def exact(self) -> bool:
@@ -89,30 +90,34 @@ class BilinearConfig(AttentionConfig):
         return cls(**{"hidden_size": 7, "num_heads": 2, "channels": 3, **changes})
 
 
-class TokenBase(Base):
+class TokenBase(Base[BilinearConfig]):
     """q_c = x W_c; the key and the value are the token itself, which is what a cache remembers."""
 
+    options = BilinearConfig
     turned = "x"
 
-    def build(self, attn: Any) -> None:
+    def kv_heads(self, config: CommonOptions) -> int:
+        return 1
+
+    def build(self, attn: Layer[BilinearConfig]) -> None:
         c = attn.config
         attn.q_proj = PROJECTIONS[c.projection](c.hidden_size, c.query_heads * c.hidden_size, bias=False)
 
-    def slots(self, config: Any) -> dict[str, tuple[int, int]]:
+    def slots(self, config: BilinearConfig) -> dict[str, tuple[int, int]]:
         return {"x": (1, config.hidden_size)}
 
-    def project(self, attn: Any, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def project(self, attn: Layer[BilinearConfig], x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         q_BTHD = attn.q_proj(x_BTD).unflatten(-1, (-1, attn.config.hidden_size))
         return q_BTHD.transpose(1, 2), {"x": x_BTD[:, None]}
 
-    def expand(self, attn: Any, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def expand(self, attn: Layer[BilinearConfig], slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return slots["x"], slots["x"]
 
 
 BASES.add("bilinear", TokenBase())
 
 
-class Bilinear(Attention):
+class Bilinear(Attention[BilinearConfig]):
     """Fully parameterised bilinear attention: a D x D matrix of scores and one of values for every channel."""
 
     name = "bilinear"

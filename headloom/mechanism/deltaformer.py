@@ -29,8 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headloom.contract.attention import Attention, Maps
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.attention import Attention
+from headloom.contract.common import need
+from headloom.contract.config import AttentionConfig
+from headloom.contract.handles import Whole
+from headloom.contract.maps import Maps
 from headloom.ops import delta
 from headloom.ops.cache import Cache, Seen
 from headloom.ops.masks import Visibility, refuse
@@ -52,7 +55,7 @@ class DeltaFormerConfig(AttentionConfig):
         )
 
 
-class DeltaFormer(Attention):
+class DeltaFormer(Attention[DeltaFormerConfig]):
     """DeltaFormer: values corrected by what earlier tokens hold for their key, then causal attention."""
 
     name = "deltaformer"
@@ -90,8 +93,8 @@ class DeltaFormer(Attention):
         past = seen.slots["u"][:, :, : seen.slots["u"].shape[2] - u.shape[2]]
         return dataclasses.replace(seen, slots={"k": seen.slots["k"], "u": torch.cat((past, u), 2)})
 
-    def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
-        return seen.slots["k"], seen.slots["u"]
+    def read(self, seen: Seen, length: int | None) -> Whole:
+        return Whole(seen.slots["k"], seen.slots["u"])
 
     def _beta(self, x_BTD: Tensor) -> Tensor:
         return self.beta_proj(x_BTD).transpose(1, 2)
@@ -104,9 +107,10 @@ class DeltaFormer(Attention):
         """Patterns are those over u; effective is over this call's v (and the cached u): A (I + diag(beta) P)^-1."""
         found = super().maps(x_BTD, **call)
         ready = self._prepare(x_BTD, **{**call, "update_cache": False})
-        B, G, S, _ = ready.k.shape
+        k = self.expand(ready.handle)[0]
+        B, G, S, _ = k.shape
         units = torch.eye(S, dtype=found.patterns.dtype, device=x_BTD.device).expand(B, G, S, S)
-        k, beta = ready.k.to(units.dtype), self._beta(x_BTD).to(units.dtype)
+        k, beta = k.to(units.dtype), self._beta(x_BTD).to(units.dtype)
         solved = self._solve(k, units, beta, _looking_back(ready.visibility, k.device))
         u = torch.cat((units[:, :, : ready.visibility.past], solved), 2)
         assert found.effective is not None

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from headloom.contract.attention import Attention
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.common import need
+from headloom.contract.config import AttentionConfig
 from headloom.ops.masks import Visibility
 from headloom.ops.mixing import Mix
 
@@ -45,7 +46,7 @@ class DiffConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        H, G = self.num_heads, self.num_kv_heads or 0
+        H, G = self.num_heads, self.num_kv_heads
         need(H % 2 == 0, f"diff pairs its heads: num_heads must be even, not {H}")
         need(G % 2 == 0, f"diff pairs its key heads: num_kv_heads must be even, not {G}; diff2 takes any divisor")
 
@@ -54,7 +55,7 @@ class DiffConfig(AttentionConfig):
         return False
 
 
-class Diff(Attention):
+class Diff(Attention[DiffConfig]):
     """Differential attention: the difference of two softmax patterns over values twice as wide, normalised."""
 
     name = "diff"

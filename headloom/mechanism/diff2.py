@@ -43,7 +43,7 @@ class Diff2Config(AttentionConfig):
         return False
 
 
-class Diff2(Attention):
+class Diff2(Attention[Diff2Config]):
     """Differential attention, second version: the difference of two heads, gated by the query's token."""
 
     name = "diff2"

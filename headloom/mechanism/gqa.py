@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from headloom.contract.attention import Attention
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.common import need
+from headloom.contract.config import AttentionConfig
 from headloom.contract.folding import Folding
 
 
@@ -40,7 +41,7 @@ class GQAConfig(AttentionConfig):
         return Folding()
 
 
-class GQA(Attention):
+class GQA(Attention[GQAConfig]):
     """Grouped-query attention: H / G query heads share a key/value head."""
 
     name = "gqa"

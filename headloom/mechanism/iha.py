@@ -33,14 +33,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from headloom.contract.attention import Attention
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.bases import FactorOptions, LatentOptions
+from headloom.contract.common import FILLED, Filled, need
+from headloom.contract.config import AttentionConfig
 from headloom.contract.folding import Folding, Linear, Plain, mix_inputs, mix_outputs
+from headloom.contract.handles import Handle, Whole
 from headloom.contract.pictures import Picture, names
 from headloom.ops import absorbed
 from headloom.ops.cache import Seen
@@ -49,16 +52,17 @@ from headloom.ops.mixing import Mix, mix_heads
 from headloom.ops.rotary import rotate
 
 NORMAL_STD = 0.02  # of init="normal", the published paired form's
+Places = TypeVar("Places", Tensor, int, int | None)
 FEW = 8  # pseudo-queries that meet a base cache as it is: P times the products of mixing it, and none of its memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IHAConfig(AttentionConfig):
-    """As `AttentionConfig`, and what follows."""
+class IHAConfig(LatentOptions, FactorOptions, AttentionConfig):
+    """As `AttentionConfig` with the options of bases mla and tpa, and what follows."""
 
     pseudo_heads: Annotated[
-        int | None, "P: pseudo-heads of each head. None: H, as the paper; scores then cost H^2 times those of mha"
-    ] = None
+        Filled[int], "P: pseudo-heads of each head. None: H, as the paper; scores then cost H^2 times those of mha"
+    ] = FILLED
     interaction: Annotated[
         Literal["interleaved", "paired"],
         "every pseudo-query meets all pseudo-keys of a token, or only the one of its own number",
@@ -68,15 +72,15 @@ class IHAConfig(AttentionConfig):
         "what is causal: the interleaved sequence of pseudo-tokens, or whole tokens, which see all their own",
     ] = "virtual"
     phase: Annotated[
-        Literal["virtual", "token"] | None,
+        Filled[Literal["virtual", "token"]],
         "where a pseudo-token stands for the rotary embedding: at a place of its own, or at its token's. "
         "None: virtual; token when paired",
-    ] = None
+    ] = FILLED
     collapse: Annotated[
-        Literal["full", "head", "mean"] | None,
+        Filled[Literal["full", "head", "mean"]],
         "how pseudo-heads become heads again: a mix over all heads, over a head's own, or their mean. "
         "None: full; mean when paired",
-    ] = None
+    ] = FILLED
     init: Annotated[
         Literal["identity", "carrier", "normal"],
         "how the mixes start: as plain heads that are told apart by small numbers; so that a graft changes nothing in "
@@ -92,10 +96,10 @@ class IHAConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         paired = self.interaction == "paired"
-        self._fill("pseudo_heads", self.num_heads)
-        self._fill("phase", "token" if paired else "virtual")
-        self._fill("collapse", "mean" if paired else "full")
-        P = self.pseudo_heads or 0
+        self.fill("pseudo_heads", self.num_heads)
+        self.fill("phase", "token" if paired else "virtual")
+        self.fill("collapse", "mean" if paired else "full")
+        P = self.pseudo_heads
         need(P >= 1, f"pseudo_heads must be at least 1, not {P}")
         need(self.init_std >= 0, f"init_std must be at least 0, not {self.init_std}")
         if paired:
@@ -156,7 +160,15 @@ class IHAConfig(AttentionConfig):
         )
 
 
-class IHA(Attention):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unmixed(Handle):
+    """What keys and values are mixed from: the base's slots, rotated, and the length that rotation took, if any."""
+
+    slots: dict[str, Tensor]
+    length: int | None
+
+
+class IHA(Attention[IHAConfig]):
     """Interleaved Head Attention: P pseudo-heads per head, interleaved in the sequence."""
 
     name = "iha"
@@ -170,8 +182,8 @@ class IHA(Attention):
         c = self.config
         H, G, P = c.num_heads, c.num_kv_heads, c.pseudo_heads
         self.paired = c.interaction == "paired"
-        self.pseudo = 1 if self.paired else P
-        self.virtual = c.causal and c.order == "virtual" and not self.paired
+        self.rows_per_token = 1 if self.paired else P
+        self.rows_causal = c.causal and c.order == "virtual" and not self.paired
         self.q_mix, self.k_mix, self.v_mix = Mix(H, P, H), Mix(H, P, G), Mix(H, P, G)
         if c.collapse != "mean":
             self.out_mix = Mix(*((H, H, P) if c.collapse == "full" else (H, P)))
@@ -228,46 +240,48 @@ class IHA(Attention):
     # extra turn by p, constant in n, is applied to what was mixed.
 
     def queries(self, q_BHTK: Tensor, positions_BT: Tensor, length: int | None) -> Tensor:
-        q = self.turn(q_BHTK, self._stand(positions_BT), self._stand(length))
-        return self._split(self._extra_turn(mix_heads(self._rows(self.q_mix), q), self._stand(length)))
+        q = self.turn(q_BHTK, self._scaled(positions_BT), self._scaled(length))
+        return self._split(self._extra_turn(mix_heads(self._rows(self.q_mix), q), self._scaled(length)))
 
     def write(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
-        slots = self.turn_early(slots, self._stand(positions_BT))
+        slots = self.turn_early(slots, self._scaled(positions_BT))
         if self.config.cache == "base":
             return slots
         k, v = self._mixed(slots)
         late = self.rotary is not None and self.rotary.length_dependent
         return {"k": k if late else self._extra_turn(k, None), "v": v}
 
-    def read(self, seen: Seen, length: int | None) -> tuple[Any, Any]:
-        """The mixed keys and values; with the base cache what they are mixed from, and the rotary length."""
-        places, reach = self._stand(seen.positions_BS), self._stand(length)
+    def read(self, seen: Seen, length: int | None) -> Handle:
+        """The mixed keys and values, or with the base cache `Unmixed`."""
+        places, reach = self._scaled(seen.positions_BS), self._scaled(length)
         if self.config.cache == "base":
-            return self.turn_late(seen.slots, places, reach), reach
+            return Unmixed(self.turn_late(seen.slots, places, reach), reach)
         k, v = seen.slots["k"], seen.slots["v"]
-        return (k if length is None else self._extra_turn(self.turn(k, places, reach), reach)), v
+        return Whole(k if length is None else self._extra_turn(self.turn(k, places, reach), reach), v)
 
-    def expand(self, k: Any, v: Any) -> tuple[Tensor, Tensor]:
-        if self.config.cache == "base":
-            (k, v), reach = self._mixed(k), v
-            k = self._extra_turn(k, reach)
+    def expand(self, handle: Handle) -> tuple[Tensor, Tensor]:
+        if isinstance(handle, Unmixed):
+            k, v = self._mixed(handle.slots)
+            k = self._extra_turn(k, handle.length)
+        else:
+            k, v = super().expand(handle)
         return self._split(k), self._split(v)
 
-    def score(self, q: Tensor, k: Any, v: Any, visibility: Visibility) -> Tensor:
+    def score(self, q: Tensor, handle: Handle, visibility: Visibility) -> Tensor:
         """A few queries over a base cache meet what is remembered, without mixing all of it."""
         c = self.config
         few = not self.paired and visibility.past > 0 and visibility.T * c.pseudo_heads <= FEW
-        if c.cache != "base" or not few:
-            return super().score(q, k, v, visibility)
+        if not isinstance(handle, Unmixed) or not few:
+            return super().score(q, handle, visibility)
         q = q.unflatten(2, (-1, c.pseudo_heads)).unsqueeze(4)
         return absorbed.attend(
-            self._turned_back(q, v),
-            *self.base.expand(self, k),
+            self._turned_back(q, handle.length),
+            *self.base.expand(self, handle.slots),
             self.k_mix.weight,
             self.v_mix.weight,
             visibility,
             scale=self._scale(q),
-            virtual=self.virtual,
+            rows_causal=self.rows_causal,
             kind=c.score,
             softcap=c.softcap,
             dropout=c.dropout if self.training else 0.0,
@@ -308,12 +322,13 @@ class IHA(Attention):
         """(B, P H, T, K) -> (B, H, T P, K): the interleaving, a view of the (B, T, P H, K) memory of a mix."""
         if self.paired:
             return x_BXTK
-        return x_BXTK.transpose(1, 2).unflatten(2, (self.pseudo, -1)).flatten(1, 2).transpose(1, 2)
+        return x_BXTK.transpose(1, 2).unflatten(2, (self.rows_per_token, -1)).flatten(1, 2).transpose(1, 2)
 
-    def _stand(self, positions: Any) -> Any:
-        """Where a token's first pseudo-token stands (and how long the sequence then is)."""
-        virtual = self.config.phase == "virtual"
-        return positions * self.config.pseudo_heads if virtual and positions is not None else positions
+    def _scaled(self, places: Places) -> Places:
+        """Positions (or a length) in tokens, scaled by P where the phase is virtual: those of first pseudo-tokens."""
+        if places is None or self.config.phase == "token":
+            return places
+        return places * self.config.pseudo_heads
 
     def _extra_turn(self, x_BXTK: Tensor, length: int | None) -> Tensor:
         if not self._turns_further:
@@ -330,6 +345,11 @@ class IHA(Attention):
             return q
         cos, sin = self.rotary.tables(torch.arange(P, device=q.device), q.dtype, length=length, factor=False)  # type: ignore[union-attr]
         return rotate(q, (cos, -sin))
+
+    @property
+    def without_weights(self) -> str:
+        P = self.rows_per_token
+        return f"its {P} pseudo-heads give a head {P * P} of them for every two tokens" if P > 1 else ""
 
     @property
     def _turns_further(self) -> bool:

@@ -29,7 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headloom.contract.attention import Attention
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.common import need
+from headloom.contract.config import AttentionConfig
+from headloom.contract.handles import Whole
 from headloom.core.errors import HeadloomError
 from headloom.ops import linear
 from headloom.ops.cache import Cache, Seen
@@ -69,7 +71,7 @@ class LinearConfig(AttentionConfig):
         return super().tiny(**{"chunk_size": 2, **changes})
 
 
-class Linear(Attention):
+class Linear(Attention[LinearConfig]):
     """Linear attention: a sum of outer products of features of keys, and values."""
 
     name = "linear"
@@ -118,8 +120,8 @@ class Linear(Attention):
         positions = torch.cat((held.positions_BS.expand(B, K), new.positions_BS.expand(B, T)), 1)
         return Seen(slots, positions, documents, past + T)
 
-    def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
-        return seen.slots["k"], seen.slots["v"]
+    def read(self, seen: Seen, length: int | None) -> Whole:
+        return Whole(seen.slots["k"], seen.slots["v"])
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
         record("chunks")

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 
 from headloom.contract.attention import Attention
 from headloom.contract.bases import BASES, PROJECTIONS, Base
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.common import FILLED, CommonOptions, Filled, need
+from headloom.contract.config import AttentionConfig
 from headloom.contract.folding import Folding, Linear, Plain
+from headloom.contract.layer import Layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,33 +37,11 @@ class MFAConfig(AttentionConfig):
 
     base: str = "mfa"
     latent_dim: Annotated[
-        int | None, "C: the width of every query head, of the key and of the value. None: 2 head_dim, its only meaning"
-    ] = None
+        Filled[int], "C: the width of every query head, of the key and of the value. None: 2 head_dim, its only meaning"
+    ] = FILLED
 
     bases: ClassVar[tuple[str, ...]] = ("mfa",)
     without: ClassVar[tuple[str, ...]] = ("num_kv_heads", "value_dim", "rotary_dim")
-
-    def __post_init__(self) -> None:
-        given = self.value_dim
-        super().__post_init__()
-        self._fill("latent_dim", self.query_dim)
-        C = self.latent_dim
-        need(given is None or given == C, f"value_dim is latent_dim {C} here, not {given}: leave it out")
-        object.__setattr__(self, "value_dim", C)
-        need(
-            self.num_kv_heads == 1,
-            f"base '{self.base}' has one key/value head, not {self.num_kv_heads}: leave num_kv_heads out",
-        )
-
-    @property
-    def query_dim(self) -> int:
-        return self.latent_dim if self.latent_dim is not None else 2 * (self.head_dim or 0)
-
-    def _turned_width(self) -> tuple[str, int]:
-        return "latent_dim", self.query_dim
-
-    def _kv_heads(self) -> int:
-        return 1
 
     @property
     def exact(self) -> bool:
@@ -75,18 +55,38 @@ class MFAConfig(AttentionConfig):
         return cls(**{"hidden_size": 13, "num_heads": 3, "head_dim": 7, "latent_dim": 10, **changes})
 
 
-class MFABase(Base):
+class MFABase(Base[MFAConfig]):
     """q_h = (x S_q) Q_h; k and v single heads of width C, each from x. A cache remembers k and v."""
 
+    options = MFAConfig
     turned = "k"
 
-    def build(self, attn: Any) -> None:
+    def kv_heads(self, config: CommonOptions) -> int:
+        return 1
+
+    def check_heads(self, config: CommonOptions) -> None:
+        G = config.num_kv_heads
+        need(G == 1, f"base '{config.base}' has one key/value head, not {G}: leave num_kv_heads out")
+
+    def complete(self, config: MFAConfig) -> None:
+        config.fill("latent_dim", 2 * config.head_dim)
+        C = config.latent_dim
+        config.fill("value_dim", C)
+        need(config.value_dim == C, f"value_dim is latent_dim {C} here, not {config.value_dim}: leave it out")
+
+    def query_dim(self, config: MFAConfig) -> int:
+        return config.latent_dim
+
+    def turned_width(self, config: MFAConfig) -> tuple[str, int]:
+        return "latent_dim", config.latent_dim
+
+    def build(self, attn: Layer[MFAConfig]) -> None:
         self.build_keys(attn)
         c = attn.config
         attn.v_proj = PROJECTIONS[c.projection](c.hidden_size, c.latent_dim, bias=c.qkv_bias)
 
     @staticmethod
-    def build_keys(attn: Any) -> None:
+    def build_keys(attn: Layer[MFAConfig]) -> None:
         """The queries' and the key's projections and norms."""
         c = attn.config
         linear, C = PROJECTIONS[c.projection], c.latent_dim
@@ -97,15 +97,15 @@ class MFABase(Base):
             attn.q_norm = nn.RMSNorm(C if c.qk_norm == "head" else c.num_heads * C, eps=c.norm_eps)
             attn.k_norm = nn.RMSNorm(C, eps=c.norm_eps)
 
-    def slots(self, config: Any) -> dict[str, tuple[int, int]]:
+    def slots(self, config: MFAConfig) -> dict[str, tuple[int, int]]:
         return {"k": (1, config.latent_dim), "v": (1, config.latent_dim)}
 
-    def project(self, attn: Any, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def project(self, attn: Layer[MFAConfig], x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         q_BHTC, k_BTC = self.project_keys(attn, x_BTD)
         return q_BHTC, {"k": k_BTC[:, None], "v": attn.v_proj(x_BTD)[:, None]}
 
     @staticmethod
-    def project_keys(attn: Any, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def project_keys(attn: Layer[MFAConfig], x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         c = attn.config
         q, k_BTC = attn.q_heads(attn.q_down(x_BTD)), attn.k_proj(x_BTD)
         if c.qk_norm == "width":
@@ -115,14 +115,14 @@ class MFABase(Base):
             q_BTHC = attn.q_norm(q_BTHC)
         return q_BTHC.transpose(1, 2), k_BTC if c.qk_norm is None else attn.k_norm(k_BTC)
 
-    def expand(self, attn: Any, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def expand(self, attn: Layer[MFAConfig], slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return slots["k"], slots["v"]
 
 
 BASES.add("mfa", MFABase())
 
 
-class MFA(Attention):
+class MFA(Attention[MFAConfig]):
     """Multi-matrix Factorization Attention: multi-query attention of head width C with factored queries."""
 
     name = "mfa"

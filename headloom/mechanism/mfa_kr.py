@@ -25,6 +25,8 @@ from torch import Tensor
 from headloom.contract.attention import Attention
 from headloom.contract.bases import BASES, PROJECTIONS
 from headloom.contract.folding import Folding, Linear, Plain
+from headloom.contract.handles import Handle, Whole
+from headloom.contract.layer import Layer
 from headloom.mechanism.mfa import MFABase, MFAConfig, multiplied_queries
 from headloom.ops.cache import Seen
 from headloom.ops.mixing import Mix
@@ -47,15 +49,15 @@ class MFAKRConfig(MFAConfig):
 class KeyReuseBase(MFABase):
     """As `MFABase`, but v comes from k through a square matrix. A cache remembers k, unrotated."""
 
-    def build(self, attn: Any) -> None:
+    def build(self, attn: Layer[MFAConfig]) -> None:
         self.build_keys(attn)
         c = attn.config
         attn.v_proj = PROJECTIONS[c.projection](c.latent_dim, c.latent_dim, bias=False)
 
-    def slots(self, config: Any) -> dict[str, tuple[int, int]]:
+    def slots(self, config: MFAConfig) -> dict[str, tuple[int, int]]:
         return {"k": (1, config.latent_dim)}
 
-    def project(self, attn: Any, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def project(self, attn: Layer[MFAConfig], x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         q_BHTC, k_BTC = self.project_keys(attn, x_BTD)
         return q_BHTC, {"k": k_BTC[:, None]}
 
@@ -68,7 +70,7 @@ class KeyReuseBase(MFABase):
 BASES.add("mfa_kr", KeyReuseBase())
 
 
-class MFAKR(Attention):
+class MFAKR(Attention[MFAKRConfig]):
     """Multi-matrix Factorization Attention whose value reuses the key."""
 
     name = "mfa_kr"
@@ -104,9 +106,9 @@ class MFAKR(Attention):
     def turns_late(self) -> bool:
         return self.rotary is not None
 
-    def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
+    def read(self, seen: Seen, length: int | None) -> Handle:
         k = seen.slots["k"]
-        return self.turn(k, seen.positions_BS, length), k if self._linear else self.value(k)
+        return Whole(self.turn(k, seen.positions_BS, length), k if self._linear else self.value(k))
 
     def fold_into(self, weights: Mapping[str, Linear]) -> Plain:
         """W_V = (1 + alpha N) W_K."""

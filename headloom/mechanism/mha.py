@@ -28,7 +28,7 @@ class MHAConfig(AttentionConfig):
         return Folding()
 
 
-class MHA(Attention):
+class MHA(Attention[MHAConfig]):
     """Multi-head attention: every head its own keys and values."""
 
     name = "mha"

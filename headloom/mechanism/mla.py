@@ -26,20 +26,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from headloom.contract.attention import Attention
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.bases import LatentOptions
+from headloom.contract.common import need
+from headloom.contract.config import AttentionConfig
+from headloom.contract.handles import Handle
 from headloom.ops.cache import Seen
 from headloom.ops.masks import Visibility
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLAConfig(AttentionConfig):
-    """As `AttentionConfig` with its options of base mla, and what follows."""
+class MLAConfig(LatentOptions, AttentionConfig):
+    """As `AttentionConfig` with the options of base mla, and what follows."""
 
     base: str = "mla"
     absorb: Annotated[
@@ -61,7 +64,15 @@ class MLAConfig(AttentionConfig):
         return [cls.tiny(q_rank=None)]
 
 
-class MLA(Attention):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Latents(Handle):
+    """What a cache remembers: one latent head c (B, 1, S, C) and the rotated key k_r (B, 1, S, K_r) of all heads."""
+
+    c: Tensor
+    k_r: Tensor
+
+
+class MLA(Attention[MLAConfig]):
     """Multi-head Latent Attention: keys and values from one latent of width C."""
 
     name = "mla"
@@ -70,24 +81,27 @@ class MLA(Attention):
     summary = "keys and values come from one narrow latent, which is all that is remembered"
     config_cls = MLAConfig
 
-    kv_up: nn.Module
+    kv_up: nn.Linear
 
-    def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
-        """One key head [k_r ; c] and one value head c."""
+    def read(self, seen: Seen, length: int | None) -> Latents:
         slots = self.turn_late(seen.slots, seen.positions_BS, length)
-        return torch.cat((slots["k_r"], slots["c"]), -1), slots["c"]
+        return Latents(slots["c"], slots["k_r"])
 
-    def score(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+    def score(self, q: Tensor, handle: Handle, visibility: Visibility) -> Tensor:
+        """Absorbed: one key head [k_r ; c] and one value head c meet all queries."""
         c = self.config
+        assert isinstance(handle, Latents)
         if not self.absorbs(visibility):
-            return super().score(q, k, v, visibility)
-        weight: Any = self.kv_up.weight
-        up_k, up_v = weight.unflatten(0, (c.num_heads, -1)).split((c.plain_dim, c.value_dim), 1)  # (H, K_n or V, C)
+            return super().score(q, handle, visibility)
+        weight = self.kv_up.weight.unflatten(0, (c.num_heads, -1))
+        up_k, up_v = weight.split((c.plain_dim, c.value_dim), 1)  # (H, K_n or V, C)
         q_r, q_n = q.split((c.rotary_dim, c.plain_dim), -1)
-        return self.core(torch.cat((q_r, q_n @ up_k), -1), k, v, visibility) @ up_v.transpose(1, 2)
+        k = torch.cat((handle.k_r, handle.c), -1)
+        return self.core(torch.cat((q_r, q_n @ up_k), -1), k, handle.c, visibility) @ up_v.transpose(1, 2)
 
-    def expand(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.base.expand(self, {"k_r": k[..., : self.config.rotary_dim], "c": v})
+    def expand(self, handle: Handle) -> tuple[Tensor, Tensor]:
+        assert isinstance(handle, Latents)
+        return self.base.expand(self, {"k_r": handle.k_r, "c": handle.c})
 
     def absorbs(self, visibility: Visibility) -> bool:
         """Whether a call scores against the latents: by multiply-adds per head, all pairs counted."""

@@ -28,7 +28,7 @@ class MQAConfig(AttentionConfig):
         return Folding()
 
 
-class MQA(Attention):
+class MQA(Attention[MQAConfig]):
     """Multi-query attention: all heads share one key and one value head."""
 
     name = "mqa"

@@ -12,10 +12,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from headloom.contract.attention import Attention, Maps
+from headloom.contract.attention import Attention
+from headloom.contract.bases import BASES
+from headloom.contract.bases.base import options_of
 from headloom.contract.config import AttentionConfig
 from headloom.contract.folding import Folding
-from headloom.core.config import check_names
+from headloom.contract.maps import Maps
+from headloom.core.config import check_names, fields_of
 from headloom.core.errors import HeadloomError
 from headloom.core.registry import Registry
 
@@ -93,8 +96,15 @@ def foldable(name: str, **options: Any) -> Folding:
 
 def layer_config(name: str, shared: Mapping[str, Any], options: Mapping[str, Any]) -> AttentionConfig:
     """The config of a layer in a model: of what the model gives all its layers, what the mechanism has a use for, and
-    the layer's own options, which win."""
-    return make_config(name, **{**taken(name, shared), **options})
+    the layer's own options, which win.
+
+    An option of a base that the mechanism cannot stand on may be there as None: folders written when every mechanism
+    had the options of all bases say so.
+    """
+    config_cls: Any = _MECHANISMS[name].config_cls
+    foreign = set(options_of(BASES)) - set(fields_of(config_cls))
+    own = {option: value for option, value in options.items() if value is not None or option not in foreign}
+    return make_config(name, **{**taken(name, shared), **own})
 
 
 def built_config(name: str, facts: Mapping[str, Any], options: Mapping[str, Any]) -> AttentionConfig:
@@ -155,7 +165,7 @@ def attention(
     norm_eps: float = _OWN,
     rope_theta: float | None = _OWN,
     rotary_dim: int | None = _OWN,
-    rope_scaling: dict | None = _OWN,
+    rope_scaling: dict[str, Any] | None = _OWN,
     softcap: float | None = _OWN,
     projection: Literal["linear", "bit", "packed"] = _OWN,
     base: str = _OWN,

@@ -35,20 +35,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headloom.contract.attention import Attention
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.bases import FactorOptions, LatentOptions
+from headloom.contract.common import FILLED, Filled, need
+from headloom.contract.config import AttentionConfig
+from headloom.contract.handles import Handle, Whole
 from headloom.contract.pictures import Picture, names
 from headloom.ops.cache import Seen
 from headloom.ops.mixing import mix_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SASConfig(AttentionConfig):
-    """As `AttentionConfig`, and what follows."""
+class SASConfig(LatentOptions, FactorOptions, AttentionConfig):
+    """As `AttentionConfig` with the options of bases mla and tpa, and what follows."""
 
-    simulated_heads: Annotated[int | None, "E: simulated heads, a multiple of H. None: 3 H"] = None
+    simulated_heads: Annotated[Filled[int], "E: simulated heads, a multiple of H. None: 3 H"] = FILLED
     simulated_width: Annotated[
-        int | None, "J: the width of a simulated query and key, even, at least K. None: 1.25 K, made even"
-    ] = None
+        Filled[int], "J: the width of a simulated query and key, even, at least K. None: 1.25 K, made even"
+    ] = FILLED
     kernel_size: Annotated[int, "the width of the convolutions that make heads, odd; 1: a linear map over heads"] = 5
     order: Annotated[
         Literal["head_first", "feature_first"], "what is made first: more heads, as the paper, or wider features"
@@ -70,9 +73,9 @@ class SASConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         H, K = self.num_heads, self.query_dim
-        self._fill("simulated_heads", 3 * H)
-        self._fill("simulated_width", 2 * math.ceil(1.25 * K / 2))
-        E, J = self.simulated_heads or 0, self.simulated_width or 0
+        self.fill("simulated_heads", 3 * H)
+        self.fill("simulated_width", 2 * math.ceil(1.25 * K / 2))
+        E, J = self.simulated_heads, self.simulated_width
         need(E >= H and E % H == 0, f"simulated_heads must be a multiple of num_heads {H}, not {E}")
         need(J >= K and J % 2 == 0, f"simulated_width must be even and at least {K}, the base's query width, not {J}")
         need(
@@ -98,7 +101,7 @@ class SASConfig(AttentionConfig):
         return self.init == "identity"
 
 
-class SAS(Attention):
+class SAS(Attention[SASConfig]):
     """Simulated Attention Score: E heads of width J simulated from H heads of width K."""
 
     name = "sas"
@@ -108,6 +111,7 @@ class SAS(Attention):
     flops_class = "E/H T^2"
     config_cls = SASConfig
 
+    o_proj: nn.Linear
     head_q: Any
     head_k: Any
     head_v: Any
@@ -201,10 +205,10 @@ class SAS(Attention):
         # not super().turns_late: torch.compile takes a property of super() for true (torch 2.13)
         return self.rotary is not None and (self.rotary.length_dependent or self.config.cache == "base")
 
-    def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
+    def read(self, seen: Seen, length: int | None) -> Handle:
         base = self.config.cache == "base"
         k, v = self._simulated(seen.slots) if base else (seen.slots["k"], seen.slots["v"])
-        return self.turn(k, seen.positions_BS, length) if base or length is not None else k, v
+        return Whole(self.turn(k, seen.positions_BS, length) if base or length is not None else k, v)
 
     def _simulated(self, slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         k, v = self.base.expand(self, slots)

@@ -28,9 +28,12 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from headloom.contract.attention import Attention, Maps
+from headloom.contract.attention import Attention
 from headloom.contract.bases import PROJECTIONS
-from headloom.contract.config import AttentionConfig, need
+from headloom.contract.common import need
+from headloom.contract.config import AttentionConfig
+from headloom.contract.handles import Whole
+from headloom.contract.maps import Maps
 from headloom.ops import simplicial
 from headloom.ops.cache import Seen
 from headloom.ops.masks import Visibility
@@ -72,7 +75,7 @@ class SimplicialConfig(AttentionConfig):
         return super().tiny(**{"first_window": 64, "second_window": 3, **changes})
 
 
-class Simplicial(Attention):
+class Simplicial(Attention[SimplicialConfig]):
     """2-simplicial attention: a joint softmax over pairs of keys from two windows."""
 
     name = "simplicial"
@@ -120,10 +123,11 @@ class Simplicial(Attention):
     def write(self, slots: dict[str, Tensor], positions_BT: Tensor) -> dict[str, Tensor]:
         return slots
 
-    def read(self, seen: Seen, length: int | None) -> tuple[Tensor, Tensor]:
+    def read(self, seen: Seen, length: int | None) -> Whole:
         """(B, 2 G, S, K) and (B, 2 G, S, V): the first keys' heads, then the second keys'."""
         s = seen.slots
-        return torch.cat((s["k1"], s["k2"] + 1 / self.config.head_dim), 1), torch.cat((s["v1"], s["v2"] + 1), 1)
+        k2, v2 = s["k2"] + 1 / self.config.head_dim, s["v2"] + 1
+        return Whole(torch.cat((s["k1"], k2), 1), torch.cat((s["v1"], v2), 1))
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
         c = self.config
@@ -157,7 +161,7 @@ class Simplicial(Attention):
         No effective map: values enter as products."""
         ready, c = self._prepare(x_BTD, **{**call, "update_cache": False}), self.config
         first, second = self._windows(ready.visibility)
-        k1, k2 = ready.k.chunk(2, 1)
+        k1, k2 = self.expand(ready.handle)[0].chunk(2, 1)
         joint, places, _ = simplicial.weigh(
             ready.q, k1, k2, first, second, self._scale(ready.q), kind=c.score, softcap=c.softcap
         )

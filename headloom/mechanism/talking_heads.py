@@ -26,18 +26,19 @@ import torch
 from torch import Tensor
 
 from headloom.contract.attention import Attention
+from headloom.contract.bases import FactorOptions, LatentOptions
 from headloom.contract.config import AttentionConfig
 from headloom.ops.mixing import Mix, mix_scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TalkingHeadsConfig(AttentionConfig):
-    """As `AttentionConfig`; a fresh module is exactly its base."""
+class TalkingHeadsConfig(LatentOptions, FactorOptions, AttentionConfig):
+    """As `AttentionConfig` with the options of bases mla and tpa; a fresh module is exactly its base."""
 
     bases: ClassVar[tuple[str, ...]] = ("gqa", "mha", "mqa", "mla", "tpa")
 
 
-class TalkingHeads(Attention):
+class TalkingHeads(Attention[TalkingHeadsConfig]):
     """Talking-heads attention: logits and weights mixed over heads."""
 
     name = "talking_heads"

@@ -24,22 +24,24 @@ expand blocks of 1024 keys and merge them by their log-sum-exp (`headloom.ops.fa
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from headloom.contract.attention import Attention
+from headloom.contract.bases import FactorOptions
 from headloom.contract.config import AttentionConfig
+from headloom.contract.handles import Handle
 from headloom.ops import factors
 from headloom.ops.cache import Seen
-from headloom.ops.factors import product
+from headloom.ops.factors import Factors, product
 from headloom.ops.masks import Visibility
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TPAConfig(AttentionConfig):
-    """As `AttentionConfig` with its options of base tpa, and what follows."""
+class TPAConfig(FactorOptions, AttentionConfig):
+    """As `AttentionConfig` with the options of base tpa, and what follows."""
 
     base: str = "tpa"
     init: Annotated[Literal["default", "paper"], "PyTorch's own start, or the paper's, whose output is 0 at first"] = (
@@ -53,7 +55,15 @@ class TPAConfig(AttentionConfig):
         return [cls.tiny(kv_only=True, q_rank=None)]
 
 
-class TPA(Attention):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Factored(Handle):
+    """The factors (A, B) of the keys, and those of the values."""
+
+    k: Factors
+    v: Factors
+
+
+class TPA(Attention[TPAConfig]):
     """Tensor Product Attention: queries, keys and values as sums of few products."""
 
     name = "tpa"
@@ -61,6 +71,8 @@ class TPA(Attention):
     paper = "arXiv:2501.06425"
     summary = "queries, keys and values are sums of few products of heads and features; factors are remembered"
     config_cls = TPAConfig
+
+    o_proj: nn.Linear
 
     @torch.no_grad()
     def reset_heads(self) -> None:
@@ -72,18 +84,19 @@ class TPA(Attention):
                 nn.init.xavier_uniform_(module.weight)
         self.o_proj.weight.zero_()
 
-    def read(self, seen: Seen, length: int | None) -> tuple[Any, Any]:
-        """The factors (A, B) of the keys and of the values."""
+    def read(self, seen: Seen, length: int | None) -> Factored:
         slots = self.turn_late(seen.slots, seen.positions_BS, length)
-        return (slots["k_a"], slots["k_b"]), (slots["v_a"], slots["v_b"])
+        return Factored((slots["k_a"], slots["k_b"]), (slots["v_a"], slots["v_b"]))
 
-    def score(self, q: Tensor, k: Any, v: Any, visibility: Visibility) -> Tensor:
+    def score(self, q: Tensor, handle: Handle, visibility: Visibility) -> Tensor:
         c = self.config
+        assert isinstance(handle, Factored)
         if visibility.past == 0:
-            return super().score(q, k, v, visibility)
+            return super().score(q, handle, visibility)
         dropout = c.dropout if self.training else 0.0
-        scale = self._scale(q)
+        k, v, scale = handle.k, handle.v, self._scale(q)
         return factors.attend(q, k, v, visibility, scale, kind=c.score, softcap=c.softcap, dropout=dropout)
 
-    def expand(self, k: Any, v: Any) -> tuple[Tensor, Tensor]:
-        return product(*k), product(*v)
+    def expand(self, handle: Handle) -> tuple[Tensor, Tensor]:
+        assert isinstance(handle, Factored)
+        return product(*handle.k), product(*handle.v)

@@ -25,14 +25,15 @@ def attend(
     visibility: Visibility,
     *,
     scale: float,
-    virtual: bool,
+    rows_causal: bool,
     kind: str,
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Attention of P pseudo-queries per token over the P pseudo-keys of every key token, (B, H, T P, V).
+    """Attention of P queries per token over the P mixed keys of every key token, (B, H, T P, V).
 
-    q: pseudo-query p as pseudo-key p' meets it (turned back by its extra turn), axes (B, H, T, p, p', K).
+    q: query p of a token as the key p' of another meets it (the turn of the key taken from the query), axes
+    (B, H, T, p, p', K). rows_causal: query p does not see its own token's keys p' > p.
     """
     record("absorbed")
     B, H, T, P = q_BHTPQK.shape[:4]
@@ -45,7 +46,7 @@ def attend(
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         hidden = ~visibility.dense(device=q.device)[:, None, :, None, None, :]
-        if virtual:  # one's own token, the last but T - 1 - t, has pseudo-keys that come later
+        if rows_causal:  # one's own token, the last but T - 1 - t, has keys that come later
             later = torch.ones(P, P, dtype=torch.bool, device=q.device).triu(1)[:, :, None]
             own = torch.eye(T, S, dtype=torch.bool, device=q.device).roll(S - T, 1)[:, None, None]
             hidden = hidden | (later & own)

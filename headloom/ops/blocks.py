@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from headloom.ops.masks import Visibility, expand_pseudo
+from headloom.ops.masks import Visibility, expand_rows
 
 _BLOCK_ELEMENTS = 1 << 24  # of one block's scores, all heads
 _NEAR_ELEMENTS = 1 << 21  # of one that stays in a processor's caches: on CPU twice as fast
@@ -24,8 +24,8 @@ def attend(
     v_BGSV: Tensor,
     visibility: Visibility,
     scale: float,
-    pseudo: int,
-    virtual: bool,
+    rows_per_token: int,
+    rows_causal: bool,
     *,
     kind: str,
     softcap: float | None,
@@ -34,14 +34,14 @@ def attend(
     on_weights: Hook = None,
 ) -> Tensor:
     """As `headloom.ops.scores.attend`; several blocks are recomputed in the backward, so memory stays one block's."""
-    P, T = pseudo, visibility.T
+    P, T = rows_per_token, visibility.T
     may_be_dead = visibility.documents_BS is not None or visibility.pairs_BTS is not None
 
     def block(q: Tensor, k: Tensor, v: Tensor, first: int, last: int) -> Tensor:
         start, end = visibility.reach(first, last)
         rows, columns = slice(first * P, last * P), slice(start * P, end * P)
         visible = visibility.dense(first, last, device=q.device)
-        visible = expand_pseudo(visible, visibility.past + first, P, virtual)[:, :, columns]
+        visible = expand_rows(visible, visibility.past + first, P, rows_causal)[:, :, columns]
         weights = weigh(
             q[:, :, rows],
             k[:, :, columns],

@@ -5,8 +5,9 @@
     windows, documents, token order, chunks after a cache, soft-capped scores
                                  flex attention over the mask's predicates         "flex"
 
-Flex attention reads the blocks of 128 x 128 (pseudo-)tokens that show something and leaves out the others, so a window
-costs its window. Float64 keeps the package's own operator (`headloom.ops.scores`): these kernels do not take it.
+Flex attention reads the blocks of 128 x 128 rows (a token's one, or its several) that show something and leaves out the
+others, so a window costs its window. Float64 keeps the package's own operator (`headloom.ops.scores`): these kernels
+do not take it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from headloom.ops.masks import Causal, Mask, Visibility, Window, expand_pseudo
+from headloom.ops.masks import Causal, Mask, Visibility, Window, expand_rows
 
 FEW = 1 << 22  # pairs of a batch up to which a mask is written out: below it, building blocks costs more than it saves
 BLOCK = 128  # rows and columns of flex attention's blocks
@@ -44,12 +45,12 @@ def attend(
     v_BGSV: Tensor,
     visibility: Visibility,
     scale: float,
-    pseudo: int,
-    virtual: bool,
+    rows_per_token: int,
+    rows_causal: bool,
     softcap: float | None = None,
 ) -> tuple[Tensor, str]:
     """softmax(scale q k^T + mask) v, (B, H, T P, V), and the path taken. Arguments as in `scores.attend`."""
-    virtual = virtual and pseudo > 1
+    rows_causal = rows_causal and rows_per_token > 1
     width, value_width = max(q_BHTK.shape[-1], v_BGSV.shape[-1], _NARROWEST), v_BGSV.shape[-1]
     width = -(-width // _ALIGNED) * _ALIGNED
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BHTK, k_BGSK, v_BGSV))
@@ -59,16 +60,17 @@ def attend(
     ):  # flex groups by powers of two, sdpa's float32 kernel not at all
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     shared: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    everything, causal = _plain(visibility, pseudo, virtual)
+    everything, causal = _plain(visibility, rows_per_token, rows_causal)
     if softcap is None and (everything or causal):
         out, path = F.scaled_dot_product_attention(q, k, v, is_causal=causal, **shared), "sdpa"
     elif softcap is None and few(q, k):
-        visible = expand_pseudo(visibility.dense(device=q.device), visibility.past, pseudo, virtual).unsqueeze(1)
+        dense = visibility.dense(device=q.device)
+        visible = expand_rows(dense, visibility.past, rows_per_token, rows_causal).unsqueeze(1)
         sees = visible.any(-1, keepdim=True)  # a row that sees nothing is 0, whatever a kernel makes of it
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | ~sees, **shared)
         out, path = torch.where(sees, out, 0), "sdpa"
     else:
-        block_mask = _block_mask(visibility, q.shape[0], pseudo, virtual, q.device)
+        block_mask = _block_mask(visibility, q.shape[0], rows_per_token, rows_causal, q.device)
         capped = None if softcap is None else _capped(softcap)
         out, path = _flex(q.device)(q, k, v, score_mod=capped, block_mask=block_mask, **shared), "flex"
     return out[..., :value_width], path
@@ -79,16 +81,16 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
     return lambda score, b, h, row, column: softcap * torch.tanh(score / softcap)
 
 
-def _plain(visibility: Visibility, pseudo: int, virtual: bool) -> tuple[bool, bool]:
+def _plain(visibility: Visibility, rows_per_token: int, rows_causal: bool) -> tuple[bool, bool]:
     """(everything is visible, it is causal from the top left): what needs no mask."""
     T, S = visibility.T, visibility.S
     if visibility.documents_BS is not None or visibility.pairs_BTS is not None:
         return False, False
     if visibility.window is not None and visibility.window < S:
         return False, False
-    if not visibility.causal or (T == 1 and not virtual):
-        return not virtual, False
-    return False, T == S and (pseudo == 1 or virtual)
+    if not visibility.causal or (T == 1 and not rows_causal):
+        return not rows_causal, False
+    return False, T == S and (rows_per_token == 1 or rows_causal)
 
 
 def _flex(device: torch.device) -> Callable[..., Any]:
@@ -104,8 +106,8 @@ def _compiled() -> Callable[..., Any]:
     return compiling(flex_attention, fullgraph=True, recompile_limit=256, isolate_recompiles=True)
 
 
-def _predicate(visibility: Visibility, pseudo: int, virtual: bool) -> Callable[..., Tensor]:
-    """The visibility as flex attention asks for it: of one pair of pseudo-tokens."""
+def _predicate(visibility: Visibility, rows_per_token: int, rows_causal: bool) -> Callable[..., Tensor]:
+    """The visibility as flex attention asks for it: of one pair of rows."""
     past, documents_BS, pairs_BTS = visibility.past, visibility.documents_BS, visibility.pairs_BTS
     rules: list[Mask] = [Causal()] if visibility.causal else []
     if visibility.window is not None:
@@ -115,13 +117,13 @@ def _predicate(visibility: Visibility, pseudo: int, virtual: bool) -> Callable[.
         return b if of.shape[0] > 1 else 0  # one row stands for all
 
     def visible(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        own, key = row // pseudo, column // pseudo
+        own, key = row // rows_per_token, column // rows_per_token
         query = own + past
         out = key >= 0
         for rule in rules:
             out = out & rule.visible(query, key)
-        if virtual:
-            out = out & ((column <= row + past * pseudo) | (query != key))
+        if rows_causal:
+            out = out & ((column <= row + past * rows_per_token) | (query != key))
         if documents_BS is not None:
             mine = sequence(b, documents_BS)
             document = documents_BS[mine, query]
@@ -133,22 +135,24 @@ def _predicate(visibility: Visibility, pseudo: int, virtual: bool) -> Callable[.
     return visible
 
 
-def _block_mask(visibility: Visibility, batch: int, pseudo: int, virtual: bool, device: torch.device) -> BlockMask:
+def _block_mask(
+    visibility: Visibility, batch: int, rows_per_token: int, rows_causal: bool, device: torch.device
+) -> BlockMask:
     """Which blocks show something; once for a structure, once for a tensor of documents: all layers share it."""
-    rows, columns = visibility.T * pseudo, visibility.S * pseudo
+    rows, columns = visibility.T * rows_per_token, visibility.S * rows_per_token
     data = visibility.documents_BS is not None or visibility.pairs_BTS is not None
     if torch.compiler.is_compiling():
-        predicate = _predicate(visibility, pseudo, virtual)
+        predicate = _predicate(visibility, rows_per_token, rows_causal)
         return create_block_mask(predicate, batch if data else None, None, rows, columns, device, BLOCK)
     if visibility.pairs_BTS is not None:
-        return _built(visibility, pseudo, virtual, device)
-    structure = (visibility.T, visibility.S, visibility.causal, visibility.window, pseudo, virtual, device)
+        return _built(visibility, rows_per_token, rows_causal, device)
+    structure = (visibility.T, visibility.S, visibility.causal, visibility.window, rows_per_token, rows_causal, device)
     documents_BS = visibility.documents_BS
     if documents_BS is None:
         return _of_structure(*structure)
     _latest.only(documents_BS)
     if structure not in _latest.masks:
-        _latest.masks[structure] = _built(visibility, pseudo, virtual, device)
+        _latest.masks[structure] = _built(visibility, rows_per_token, rows_causal, device)
     return _latest.masks[structure]
 
 
@@ -170,19 +174,20 @@ _latest = _Latest()
 
 @functools.lru_cache(maxsize=64)
 def _of_structure(
-    T: int, S: int, causal: bool, window: int | None, pseudo: int, virtual: bool, device: torch.device
+    T: int, S: int, causal: bool, window: int | None, rows_per_token: int, rows_causal: bool, device: torch.device
 ) -> BlockMask:
-    return _built(Visibility(T, S, causal, window), pseudo, virtual, device)
+    return _built(Visibility(T, S, causal, window), rows_per_token, rows_causal, device)
 
 
-def _built(visibility: Visibility, pseudo: int, virtual: bool, device: torch.device) -> BlockMask:
+def _built(visibility: Visibility, rows_per_token: int, rows_causal: bool, device: torch.device) -> BlockMask:
     """The block mask from the definition, a strip of BLOCK rows at a time, so that it takes linear memory."""
-    rows, columns = visibility.T * pseudo, visibility.S * pseudo
+    rows, columns = visibility.T * rows_per_token, visibility.S * rows_per_token
     some, every = [], []
     for start in range(0, rows, BLOCK):
-        first, last = start // pseudo, -(-min(start + BLOCK, rows) // pseudo)
+        first, last = start // rows_per_token, -(-min(start + BLOCK, rows) // rows_per_token)
         strip = visibility.dense(first, last, device=device)
-        strip = expand_pseudo(strip, visibility.past + first, pseudo, virtual)[:, start - first * pseudo :][:, :BLOCK]
+        strip = expand_rows(strip, visibility.past + first, rows_per_token, rows_causal)
+        strip = strip[:, start - first * rows_per_token :][:, :BLOCK]
         strip = F.pad(strip, (0, -columns % BLOCK, 0, BLOCK - strip.shape[1]))  # a block at an edge is never full
         blocks = strip.unflatten(2, (-1, BLOCK))
         some.append(blocks.any(-1).any(1))
@@ -190,7 +195,7 @@ def _built(visibility: Visibility, pseudo: int, virtual: bool, device: torch.dev
     shown, full = torch.stack(some, 1), torch.stack(every, 1)
     return BlockMask.from_kv_blocks(
         *_listed(shown & ~full), *_listed(full), BLOCK_SIZE=BLOCK, seq_lengths=(rows, columns),
-        mask_mod=_predicate(visibility, pseudo, virtual),
+        mask_mod=_predicate(visibility, rows_per_token, rows_causal),
     )  # fmt: skip
 
 

@@ -277,18 +277,18 @@ def refuse(wrong: Tensor | bool, why: str) -> None:
         raise HeadloomError(why)
 
 
-def expand_pseudo(visible_BTS: Tensor, past: int, pseudo: int, virtual: bool) -> Tensor:
-    """Token visibility -> pseudo-token visibility (B, T P, S P), rows starting at key index `past`.
+def expand_rows(visible_BTS: Tensor, past: int, rows_per_token: int, rows_causal: bool) -> Tensor:
+    """Visibility of tokens (B, T, S), queries starting at key index `past` -> of the rows (B, T P, S P) that stand for
+    them in the scores, P = `rows_per_token` each.
 
-    All P pseudo-tokens of a token share what the token sees, except that in virtual order (causal on the expanded
-    sequence) a pseudo-query does not see the later pseudo-keys of its own token. That order is the mechanism's own: a
-    mask speaks of tokens, so it holds under `Exactly` too.
+    All rows of a token share what the token sees, except that with `rows_causal` a row does not see the later rows of
+    its own token. That order is the mechanism's own: a mask speaks of tokens, so it holds under `Exactly` too.
     """
-    if pseudo == 1:
+    if rows_per_token == 1:
         return visible_BTS
-    out = visible_BTS.repeat_interleave(pseudo, 1).repeat_interleave(pseudo, 2)
-    if virtual:
-        query = torch.arange(out.shape[1], device=out.device)[:, None] + past * pseudo
+    out = visible_BTS.repeat_interleave(rows_per_token, 1).repeat_interleave(rows_per_token, 2)
+    if rows_causal:
+        query = torch.arange(out.shape[1], device=out.device)[:, None] + past * rows_per_token
         key = torch.arange(out.shape[2], device=out.device)
-        out = out & ((key <= query) | (key // pseudo != query // pseudo))
+        out = out & ((key <= query) | (key // rows_per_token != query // rows_per_token))
     return out

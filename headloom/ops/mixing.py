@@ -47,8 +47,8 @@ def own_width(x: Tensor) -> contextlib.AbstractContextManager:
 def mix_heads(weight_OH: Tensor, x_BHTK: Tensor) -> Tensor:
     """sum_h weight[o, h] x[b, h, t, k] as one matrix product per token, (B, O, T, K).
 
-    The result is (B, T, O, K) in memory, so that a pseudo-head axis can join the token axis without a copy. Computed
-    in float32 at least, under autocast too.
+    The result is (B, T, O, K) in memory, so that the head axis can be split and joined to the token axis without a
+    copy. Computed in float32 at least, under autocast too.
     """
     wide = torch.promote_types(x_BHTK.dtype, torch.float32)
     with own_width(x_BHTK):

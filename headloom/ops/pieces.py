@@ -3,12 +3,12 @@
 A piece is `groups` equal rectangles, `stride` apart on both axes, each FULL, CAUSAL (key column <= query row) or BAND
 (a rule on the distance of row and column, which all the piece's rectangles share as one small additive mask). Pieces of
 one lowering are disjoint and their union is exactly what is visible, so their pairs add up to the exact operations.
-Sizes are in pseudo-tokens, P per token.
+Sizes are in rows of the scores, P per token (`rows_per_token`).
 
 Causality after a cache is a full rectangle and a causal square. A window is cut into blocks of a few rows, each with
 all the keys it sees: R rows of a window of W see W + R - 1 keys, so the fewer the rows, the less is computed in vain.
-With P pseudo-tokens per token the kernel's causal square is that of the virtual order; the token order also sees the
-later pseudo-keys of its own token, a BAND within blocks on the diagonal.
+With P rows per token the kernel's causal square is that of rows that are causal among themselves; where they are not, a
+row also sees the later rows of its own token, a BAND within blocks on the diagonal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from headloom.ops.masks import Visibility
 
 FULL, CAUSAL, BAND = 0, 1, 2
-TOKENS, VIRTUAL, LATER = 0, 1, 2  # what a BAND shows of a row's own token: all, up to the row itself, only after it
+TOKENS, UPTO, LATER = 0, 1, 2  # what a BAND shows of a row's own token: all, up to the row itself, only after it
 MOST_SEGMENTS = 64  # beyond it (many short documents in a batch), query blocks with an additive mask are faster
 _KERNEL_KEYS = 512  # the kernel leaves out whole blocks of so many keys: one block's causal square is done in full
 _FEWEST_ROWS, _MOST_ROWS = 32, 256  # of a BAND: with fewer, short products dominate; more gain nothing
@@ -35,8 +35,8 @@ _MOST_PAIRS = 1 << 18  # of a BAND: its additive mask holds so many numbers
 class Piece(NamedTuple):
     """`groups` rectangles, `stride` apart, in `batches` rows of the batch.
 
-    A BAND with `pseudo` = P shows to row i the columns j with low <= j // P - i // P <= high, where the distance `high`
-    is one's own token if `own` is not TOKENS.
+    A BAND with `rows_per_token` = P shows to row i the columns j with low <= j // P - i // P <= high, where the
+    distance `high` is one's own token if `own` is not TOKENS.
     """
 
     kind: int
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     stride: int = 1
     low: int = 0
     high: int = 0
-    pseudo: int = 1
+    rows_per_token: int = 1
     own: int = TOKENS
 
     def visible(self, device: torch.device | None = None) -> Tensor:
@@ -61,12 +61,12 @@ class Piece(NamedTuple):
             return torch.ones(self.rows, self.columns, dtype=torch.bool, device=device)
         if self.kind == CAUSAL:
             return column <= row
-        token, key = row // self.pseudo, column // self.pseudo
+        token, key = row // self.rows_per_token, column // self.rows_per_token
         out = (key >= token + self.low) & (key <= token + self.high)
         if self.own == TOKENS:
             return out
-        upto = column <= row + self.high * self.pseudo
-        return out & (upto if self.own == VIRTUAL else ~upto)
+        upto = column <= row + self.high * self.rows_per_token
+        return out & (upto if self.own == UPTO else ~upto)
 
     def pairs(self) -> int:
         """Visible (query, key) pairs, per head."""
@@ -83,7 +83,7 @@ class Piece(NamedTuple):
 
         Only the columns of a BAND are cut: its rows are few.
         """
-        across = self.pseudo * -(-self.columns // (self.pseudo * -(-self.columns // columns)))
+        across = self.rows_per_token * -(-self.columns // (self.rows_per_token * -(-self.columns // columns)))
         for left in range(0, self.columns, across):
             width = min(across, self.columns - left)
             if self.kind == BAND:
@@ -100,23 +100,23 @@ class Piece(NamedTuple):
 
     def _strip(self, left: int, width: int) -> Iterator[Piece]:
         """The columns of a BAND from `left` on, whole tokens."""
-        P = self.pseudo
+        P = self.rows_per_token
         low, high = self.low - left // P, self.high - left // P
         nearest, farthest = -((self.rows - 1) // P), (width - 1) // P  # distances of columns from rows
         if high < nearest or low > farthest:
             return
         strip = self._replace(key=self.key + left, columns=width)
-        if self.own != LATER and low <= nearest and high >= farthest + (self.own == VIRTUAL and P > 1):
-            yield strip._replace(kind=FULL, low=0, high=0, pseudo=1, own=TOKENS)
+        if self.own != LATER and low <= nearest and high >= farthest + (self.own == UPTO and P > 1):
+            yield strip._replace(kind=FULL, low=0, high=0, rows_per_token=1, own=TOKENS)
         else:
             yield strip._replace(low=low, high=high)
 
 
 class _Builder:
-    """Collects pieces given in tokens, for one group of batch rows, with `pseudo` pseudo-tokens per token."""
+    """Collects pieces given in tokens, for one group of batch rows."""
 
-    def __init__(self, batch: int, batches: int, pseudo: int, virtual: bool):
-        self.batch, self.batches, self.pseudo, self.virtual = batch, batches, pseudo, virtual
+    def __init__(self, batch: int, batches: int, rows_per_token: int, rows_causal: bool):
+        self.batch, self.batches, self.rows_per_token, self.rows_causal = batch, batches, rows_per_token, rows_causal
         self.pieces: list[Piece] = []
 
     def _add(
@@ -124,7 +124,7 @@ class _Builder:
     ) -> None:
         if min(rows, columns, groups) < 1:
             return
-        P = self.pseudo
+        P = self.rows_per_token
         where = (self.batch, self.batches, query * P, rows * P, key * P, columns * P)
         self.pieces.append(Piece(kind, *where, groups, stride * P, **band))
 
@@ -133,26 +133,27 @@ class _Builder:
 
     def causal(self, query: int, past: int, key: int, size: int) -> None:
         """`size` queries after `past` keys, all of them and one's own visible."""
-        one = size == 1 and (self.pseudo == 1 or not self.virtual)  # it sees all
+        one = size == 1 and (self.rows_per_token == 1 or not self.rows_causal)  # it sees all
         self.full(query, size, key, past + one * size)
         if one:
             return
-        if _KERNEL_KEYS // 2 < size * self.pseudo <= _KERNEL_KEYS:
+        if _KERNEL_KEYS // 2 < size * self.rows_per_token <= _KERNEL_KEYS:
             block = -(-size // 4)
             for done in range(0, size, block):
                 rows = min(block, size - done)
-                self.band(query + done, rows, key + past, done + rows, 1, -size, done, VIRTUAL)
+                self.band(query + done, rows, key + past, done + rows, 1, -size, done, UPTO)
         else:
             self._add(CAUSAL, query, size, key + past, size)
-        if self.pseudo > 1 and not self.virtual:
-            block = min(size, max(1, _FEWEST_ROWS // self.pseudo))
+        if self.rows_per_token > 1 and not self.rows_causal:
+            block = min(size, max(1, _FEWEST_ROWS // self.rows_per_token))
             for done, rows, count in ((0, block, size // block), (size - size % block, size % block, 1)):
                 own = key + past + done
-                self._add(BAND, query + done, rows, own, rows, count, block, pseudo=self.pseudo, own=LATER)
+                band = {"rows_per_token": self.rows_per_token, "own": LATER}
+                self._add(BAND, query + done, rows, own, rows, count, block, **band)
 
     def band(self, query: int, rows: int, key: int, columns: int, groups: int, low: int, high: int, own: int) -> None:
-        everything = low <= 1 - rows and high >= columns - 1 and (own == TOKENS or self.pseudo == 1)
-        band = {} if everything else {"low": low, "high": high, "pseudo": self.pseudo, "own": own}
+        everything = low <= 1 - rows and high >= columns - 1 and (own == TOKENS or self.rows_per_token == 1)
+        band = {} if everything else {"low": low, "high": high, "rows_per_token": self.rows_per_token, "own": own}
         self._add(FULL if everything else BAND, query, rows, key, columns, groups, rows, **band)
 
 
@@ -162,15 +163,15 @@ def _lower(
     S: int,
     causal: bool,
     window: int | None,
-    pseudo: int,
-    virtual: bool,
+    rows_per_token: int,
+    rows_causal: bool,
     batch: int,
     batches: int,
     q0: int,
     k0: int,
 ) -> tuple[Piece, ...]:
     """T queries, the last of S keys, standing at q0 and k0 of the tensors."""
-    build = _Builder(batch, batches, pseudo, virtual)
+    build = _Builder(batch, batches, rows_per_token, rows_causal)
     past = S - T
     if window is not None and window < S:
         _windowed(build, T, S, causal, window, q0, k0)
@@ -182,7 +183,7 @@ def _lower(
 
 
 def _windowed(build: _Builder, T: int, S: int, causal: bool, W: int, q0: int, k0: int) -> None:
-    past, done, block = S - T, 0, _block(W, build.pseudo)
+    past, done, block = S - T, 0, _block(W, build.rows_per_token)
     if causal and past < W:  # the window leaves these queries all the keys before them
         done = min(T, W - past)
         build.causal(q0, past, k0, done)
@@ -195,7 +196,7 @@ def _windowed(build: _Builder, T: int, S: int, causal: bool, W: int, q0: int, k0
         if rows == block and before == W - 1 and after == ahead:
             count = (S - ahead - start) // block
         low, high = before - W + 1, before + ahead
-        own = VIRTUAL if build.virtual else TOKENS
+        own = UPTO if build.rows_causal else TOKENS
         build.band(q0 + done, rows, k0 + start - before, before + rows + after, count, low, high, own)
         done += rows * count
 
@@ -233,17 +234,19 @@ def segments(documents_BS: Tensor) -> list[tuple[int, int, list[tuple[int, int]]
     return groups
 
 
-def lower(visibility: Visibility, batch: int, pseudo: int = 1, virtual: bool = False) -> tuple[Piece, ...] | None:
+def lower(
+    visibility: Visibility, batch: int, rows_per_token: int = 1, rows_causal: bool = False
+) -> tuple[Piece, ...] | None:
     """The pieces of a visibility for a batch of `batch` rows, or None where only a dense mask can say it.
 
     Token data is read eagerly; while compiling (or on the meta device) it has no values, so only structure lowers.
     """
-    if visibility.pairs_BTS is not None or (virtual and pseudo > 1 and not visibility.causal):
+    if visibility.pairs_BTS is not None or (rows_causal and rows_per_token > 1 and not visibility.causal):
         return None
     if torch.compiler.is_exporting():  # pieces follow from lengths, which an exported graph leaves open
         return None
     T, S, past = visibility.T, visibility.S, visibility.past
-    common = (visibility.causal, visibility.window, pseudo, virtual)
+    common = (visibility.causal, visibility.window, rows_per_token, rows_causal)
     documents_BS = visibility.documents_BS
     if documents_BS is None:
         structure = _lower.__wrapped__ if torch.compiler.is_compiling() else _lower  # a compiler traces no cache

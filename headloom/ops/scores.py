@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from headloom.ops import blocks, fused, gpu, pieces
-from headloom.ops.masks import Visibility, expand_pseudo
+from headloom.ops.masks import Visibility, expand_rows
 from headloom.ops.pieces import Piece
 
 _BIAS_ELEMENTS = 1 << 22  # of one query block's additive mask
@@ -62,18 +62,19 @@ def attend(
     visibility: Visibility,
     *,
     scale: float,
-    pseudo: int = 1,
-    virtual: bool = False,
+    rows_per_token: int = 1,
+    rows_causal: bool = False,
     kind: str = "softmax",
     softcap: float | None = None,
     dropout: float = 0.0,
     on_logits: Callable[[Tensor], Tensor] | None = None,
     on_weights: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v, (B, H, T, V); with `pseudo` = P the token axes hold T*P and S*P pseudo-tokens.
+    """softmax(scale q k^T + mask) v, (B, H, T, V).
 
-    Query head h reads kv head h // (H // G). A row that sees no key is 0. `virtual`: a pseudo-query does not see the
-    later pseudo-keys of its own token. `kind`: "softmax", "identity" (scores as they are) or "hard" (equal weight on
+    Query head h reads kv head h // (H // G). A row that sees no key is 0. `rows_per_token` = P: a token has P rows side
+    by side in queries, keys and values, whose token axes are then T P and S P long. `rows_causal`: a row does not see
+    the later rows of its own token. `kind`: "softmax", "identity" (scores as they are) or "hard" (equal weight on
     all maxima of a row). `softcap` c: scores become c tanh(scores / c). `dropout` acts on the weights.
     `on_logits` and `on_weights` act on all heads' scores (B, H, T, S) at once, a block of queries and keys at a time,
     for every (query, key) alone: on scaled logits before soft-cap, mask and softmax; on weights before dropout.
@@ -84,7 +85,7 @@ def attend(
     capped = kind == "softmax" and dropout == 0.0 and not hooks
     plain = capped and softcap is None
     if capped and gpu.takes(q_BHTK) and (plain or not gpu.few(q_BHTK, k_BGSK)):
-        out, path = gpu.attend(q_BHTK, k_BGSK, v_BGSV, visibility, scale, pseudo, virtual, softcap)
+        out, path = gpu.attend(q_BHTK, k_BGSK, v_BGSV, visibility, scale, rows_per_token, rows_causal, softcap)
         record(path)
         return out
     if not plain and not q_BHTK.is_meta:  # on the meta device only shapes and operation counts matter
@@ -95,17 +96,24 @@ def attend(
             v_BGSV,
             visibility,
             scale,
-            pseudo,
-            virtual,
+            rows_per_token,
+            rows_causal,
             kind=kind,
             softcap=softcap,
             dropout=dropout,
             on_logits=on_logits,
             on_weights=on_weights,
         )
-    lowered = pieces.lower(visibility, q_BHTK.shape[0], pseudo, virtual)
+    lowered = pieces.lower(visibility, q_BHTK.shape[0], rows_per_token, rows_causal)
     record("masked" if lowered is None else "fused")
-    rule = [visibility.T, visibility.S, int(visibility.causal), visibility.window or 0, pseudo, int(virtual)]
+    rule = [
+        visibility.T,
+        visibility.S,
+        int(visibility.causal),
+        visibility.window or 0,
+        rows_per_token,
+        int(rows_causal),
+    ]
     given = (None, None) if lowered is not None else (visibility.documents_BS, visibility.pairs_BTS)
     flat = [number for piece in lowered or () for number in piece]
     out, _ = torch.ops.headloom.scores(q_BHTK, k_BGSK, v_BGSV, *given, rule, flat, lowered is None, scale)
@@ -213,7 +221,7 @@ scores.register_autograd(_backward, setup_context=_setup)
 
 def _masked_blocks(q: Tensor, documents: Tensor | None, pairs: Tensor | None, rule: Sequence[int]):
     """(query rows, key columns, additive mask) of query blocks small enough that the mask stays small."""
-    T, S, causal, window, P, virtual = rule
+    T, S, causal, window, P, rows_causal = rule
     visibility = Visibility(T, S, bool(causal), window or None, documents, pairs)
     tokens = max(1, _BIAS_ELEMENTS // max(1, q.shape[0] * S * P * P))
     for first in range(0, T, tokens):
@@ -221,7 +229,7 @@ def _masked_blocks(q: Tensor, documents: Tensor | None, pairs: Tensor | None, ru
         start = max(0, visibility.past + first - window + 1) if window else 0
         end = visibility.past + last if causal else S
         visible = visibility.dense(first, last, device=q.device)
-        visible = expand_pseudo(visible, visibility.past + first, P, bool(virtual))[:, :, start * P : end * P]
+        visible = expand_rows(visible, visibility.past + first, P, bool(rows_causal))[:, :, start * P : end * P]
         bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)
         yield slice(first * P, last * P), slice(start * P, end * P), bias.unsqueeze(1)
 

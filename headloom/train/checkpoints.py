@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -107,8 +108,11 @@ class Checkpoints(TrainerCallback):
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Wait until a file, or a folder's list of names, is on the disk. Windows can wait for files only."""
+    windows = sys.platform == "win32"
+    if windows and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)  # there, what is only read cannot be waited for
     try:
         os.fsync(handle)
     finally:

@@ -85,7 +85,8 @@ def text_of(values: dict[str, Any]) -> Text:
 def check_run(run: RunConfig, text: Text, folder: str | Path, *, track: str | None = None) -> None:
     """Refuse what can be known to be wrong from names, paths and this machine: nothing is read, and torch is imported
     only to be asked for a GPU."""
-    from headloom.data import check_corpus, check_tokenizer
+    from headloom.data.corpus import check_corpus
+    from headloom.data.tokenizer import check_tokenizer
 
     tracking.check_name(track)
     check_corpus(text.data, text_column=text.text_column)
@@ -111,7 +112,9 @@ def train_text(
     import yaml
 
     check_run(run, text, folder, track=options.get("track"))
-    from headloom.data import load_corpus, make_tokenizer, prepare
+    from headloom.data.corpus import load_corpus
+    from headloom.data.packing import prepare
+    from headloom.data.tokenizer import make_tokenizer
     from headloom.train.run import train, writes_records
 
     corpus = load_corpus(text.data, text_column=text.text_column)

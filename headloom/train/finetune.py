@@ -20,7 +20,8 @@ from headloom.core.errors import HeadloomError
 from headloom.core.files import saying_when_full
 from headloom.core.locks import LOCK, locked
 from headloom.core.machine import ran_on, versions
-from headloom.data import Corpus, TokenData, prepare
+from headloom.data.corpus import Corpus
+from headloom.data.packing import TokenData, prepare
 from headloom.evaluate.bits import bits_per_byte
 from headloom.hf import checkpoints
 from headloom.hf.grafting.groups import mix_groups

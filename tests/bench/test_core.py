@@ -118,7 +118,7 @@ def test_backward_goes_down_to_q_k_v_and_what_the_core_learns_and_no_further(mon
 class Own(Attention):
     name = "own"
 
-    def score(self, q, k, v, visibility):
+    def score(self, q, handle, visibility):
         return q
 
 

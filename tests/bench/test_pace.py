@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from headloom import hf
 from headloom.bench import pace
 from headloom.bench.pace import TIMED, WARM, Pace
-from headloom.data import TrainingRows
+from headloom.data.packing import TrainingRows
 
 STEPS = WARM + TIMED + 1
 

@@ -45,7 +45,7 @@ def plain_llama():
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory):
     """A folder with that model and a byte tokenizer."""
-    from headloom.data import make_tokenizer
+    from headloom.data.tokenizer import make_tokenizer
 
     folder = tmp_path_factory.mktemp("checkpoints") / "llama"
     tiny_llama().save_pretrained(folder)

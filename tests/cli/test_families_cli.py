@@ -6,7 +6,7 @@ import pytest
 import torch
 from published import default_config
 
-from headloom.data import make_tokenizer
+from headloom.data.tokenizer import make_tokenizer
 from headloom.hf.model.family import families
 
 NORMED = {"qwen3", "olmo2", "gemma3_text"}  # their norm of queries and keys stands between mixes and projections

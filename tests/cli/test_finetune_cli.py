@@ -7,7 +7,9 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import headloom as hl
 from headloom.core.locks import LOCK
-from headloom.data import load_corpus, make_tokenizer, prepare
+from headloom.data.corpus import load_corpus
+from headloom.data.packing import prepare
+from headloom.data.tokenizer import make_tokenizer
 from headloom.evaluate.bits import bits_per_byte
 
 SMALL = ["--tokens", "16", "--batch-size", "2", "--steps", "4", "--threads", "1", "--validation-bytes", "600",

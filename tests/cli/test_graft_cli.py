@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 import headloom  # noqa: F401  registers the folder's model type
-from headloom.data import make_tokenizer
+from headloom.data.tokenizer import make_tokenizer
 
 
 def logits(folder):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import headloom as hl
-from headloom.contract.config import BASE_FIELDS
 from headloom.core.config import fields_of
 from headloom.mechanism import AttentionConfig
 
@@ -109,7 +108,7 @@ def test_help_and_editors_see_the_options():
     config, parameters = fields_of(AttentionConfig), dict(found.parameters)
     assert list(parameters)[:3] == ["name", "hidden_size", "num_heads"]
     hints = inspect.get_annotations(hl.attention, eval_str=True)
-    common = set(config) - set(BASE_FIELDS)
+    common = set(config)
     assert common == set(parameters) - {"name", "options"}
     assert {name: hints[name] for name in common} == {name: config[name] for name in common}
     page = pydoc.plain(pydoc.render_doc(hl.attention))

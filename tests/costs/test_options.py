@@ -2,6 +2,7 @@
 
 import pytest
 
+from headloom.contract.bases.base import options_of
 from headloom.core.config import fields_of, meanings, own_first
 from headloom.costs.options import options
 from headloom.mechanism import AttentionConfig, mechanisms
@@ -14,8 +15,10 @@ def test_every_option_says_what_it_means(name):
     assert all(row.meaning for row in rows)
     owned = [row.own for row in rows]
     assert owned == sorted(owned, reverse=True)
+    of_bases = {*options_of(("mla", "tpa"))} if name not in ("mfa", "mfa_kr") else set()
     own = {field for cls in option_classes(name) for field in own_first(cls)} - set(fields_of(AttentionConfig))
-    assert {row.name for row in rows if row.own} == own
+    assert {row.name for row in rows if row.own} == own - of_bases
+    assert {row.name for row in rows if row.bases} == own & of_bases
 
 
 def test_a_field_that_a_mechanism_gives_another_default_keeps_its_meaning():

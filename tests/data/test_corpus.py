@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.data import Corpus, load_corpus
 from headloom.data import corpus as corpus_module
+from headloom.data.corpus import Corpus, load_corpus
 
 
 def names(corpus: Corpus) -> list[str]:
@@ -217,9 +217,9 @@ def bad(root: Path, name: str, content: bytes) -> Path:
         ),
         ("object.json", b'{"text": "a"}', "is JSON, but holds no rows"),
         ("names.csv", b"id,content\n1,a\n", "no 'text' column; it has: id, content. Did you mean 'content'"),
-        ("ragged.csv", b"text,id\na,1\nb,2,3\n", "no table in UTF-8 whose first line names its columns"),
-        ("latin.csv", b"text\ncaf\xe9\n", "no table in UTF-8"),
-        ("empty.csv", b"", "no table in UTF-8"),
+        ("ragged.csv", b"text,id\na,1\nb,2,3\n", "not a table in UTF-8 whose first line names its columns"),
+        ("latin.csv", b"text\ncaf\xe9\n", "not a table in UTF-8"),
+        ("empty.csv", b"", "not a table in UTF-8"),
         ("t.txt.gz", b"\x1f\x8b", "it is compressed: unpack it first"),
         ("a.ipynb", b'{"cells": []}', "it is a notebook: convert it"),
         ("data.arrow", b"ARROW1", "give the folder that save_to_disk wrote"),

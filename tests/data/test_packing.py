@@ -12,8 +12,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headloom.core.errors import HeadloomError
-from headloom.data import Corpus, Document, TokenStream, TrainingRows, make_tokenizer, pack, prepare, row_order
 from headloom.data import packing as packing_module
+from headloom.data.corpus import Corpus
+from headloom.data.packing import TokenStream, TrainingRows, pack, prepare, row_order
+from headloom.data.sources import Document
+from headloom.data.tokenizer import make_tokenizer
 
 END = 256
 

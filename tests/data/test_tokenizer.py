@@ -12,8 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from headloom.core.errors import HeadloomError
-from headloom.data import load_corpus, make_tokenizer, token_bytes
 from headloom.data import tokenizer as tokenizer_module
+from headloom.data.corpus import load_corpus
+from headloom.data.tokenizer import make_tokenizer, token_bytes
 
 TEXTS = ["the cat sat on the mat. " * 20, "def run(config):\n    return config.seed\n" * 20, "naïve café, 你好 " * 20]
 
@@ -66,7 +67,8 @@ def test_bpe_has_the_size_asked_for_merges_and_counts_its_bytes():
 
 def test_bpe_is_the_same_in_another_process_with_other_threads():
     code = (
-        "import sys, hashlib; from headloom.data import load_corpus, make_tokenizer\n"
+        "import hashlib; from headloom.data.corpus import load_corpus; "
+        "from headloom.data.tokenizer import make_tokenizer\n"
         "texts = [d.text for d in load_corpus('stdlib', limit_bytes=300_000).train]\n"
         "print(hashlib.sha256(make_tokenizer('bpe:700', texts).backend_tokenizer.to_str().encode()).hexdigest())"
     )

@@ -136,7 +136,7 @@ def test_other_types(llama, ids, dtype):
 
 REFUSED = [
     ({"pseudo_heads": 2}, "layer 1 cannot be folded .* not foldable: q_mix, k_mix, v_mix, out_mix, because 2 pseudo"),
-    ({"window": 3}, "layer 1 has window=3, which a plain llama layer cannot say"),
+    ({"window": 3}, "layer 1 has window=3, which a plain llama layer cannot have"),
     ({"softcap": 5.0}, "softcap=5.0"),
     ({"scale": 0.2}, "scale=0.2"),
 ]

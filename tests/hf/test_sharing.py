@@ -31,7 +31,7 @@ def storages(*models):
 @pytest.mark.parametrize("layers", [None, 1])
 def test_the_original_stays_as_it_was(llama, ids, tree, layers):
     """In training mode but for one module, half frozen, with a gradient, checkpointing and outputs captured once."""
-    model, x = llama(dtype=torch.float32), ids(2, 9)
+    model, x = llama(dtype=torch.float32, attention_dropout=0.5), ids(2, 9)
     before = call(model, x)
     model(x, labels=x, output_hidden_states=True).loss.backward()
     model.train()
@@ -46,6 +46,9 @@ def test_the_original_stays_as_it_was(llama, ids, tree, layers):
     assert [(path, grafted.get_submodule(path).training) for path, _ in flags] == flags
     assert grafted.is_activation_checkpointing and grafted.generation_config.max_new_tokens == 3
     assert grafted.generation_config is not model.generation_config
+    configs = [vars(module)["config"] for module in grafted.modules() if "config" in vars(module)]
+    assert all(c is grafted.config for c in configs if isinstance(c, LlamaConfig)) and type(model.config) is LlamaConfig
+    assert type(grafted.config).__name__ == "HeadloomLlamaConfig"
     assert all(mix.training for mix in grafted.model.layers[1].self_attn.children())
     assert torch.equal(call(model.eval(), x), before)
     assert torch.equal(model.generate(x[:1], do_sample=False), grafted.eval().generate(x[:1], do_sample=False))
@@ -193,7 +196,7 @@ def spread(model):
 REFUSED = {
     "lock": (lock, r"model.layers.0.guard cannot be copied \(cannot pickle '_thread.lock' object\).*delete it first"),
     "hook": (hook, "layer 1's attention has hooks, and it is replaced: remove them"),
-    "forward": (patched, "the forward of model was replaced .*graft or fold first"),
+    "forward": (patched, "the forward of model was replaced .*: undo that"),
     "inner": (compiled, "the forward of model.layers.1.mlp was replaced"),
     "accelerate": (spread, "spread over devices by accelerate cannot be grafted or folded: load it on one device"),
 }
@@ -209,6 +212,32 @@ def test_what_cannot_be_copied_is_said(llama, tree, case, how):
     with pytest.raises(HeadloomError, match=message):
         hl.fold(model) if how == "fold" else hl.graft(model, **IHA)
     assert tree(model) == before
+
+
+def test_after_mixed_precision_is_unwrapped(llama, ids):
+    """accelerate leaves the class's own forward on the model; the graft's is its class's."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    model, x = llama(dtype=torch.float32), ids(1, 6)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare_model(model)
+    AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the whole process
+    with pytest.raises(HeadloomError, match=r"the forward of the model was replaced .*unwrap_model"):
+        hl.graft(prepared, **IHA)
+    grafted = hl.graft(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), **IHA)
+    assert "forward" in vars(model) and grafted.forward.__func__ is type(grafted).forward
+    apart = call(grafted, x, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))[:, 3:]
+    torch.testing.assert_close(apart, call(grafted, x[:, 3:]), rtol=0, atol=1e-4)
+
+
+def test_what_was_compiled_calls_the_original(llama):
+    from transformers import CompileConfig
+
+    model, how = llama(), CompileConfig(backend="eager", mode=None)
+    first = model.get_compiled_call(how)
+    grafted = hl.graft(model, **IHA)
+    assert model.get_compiled_call(how) is first is not grafted.get_compiled_call(how)
 
 
 def test_attributes_of_the_users_own(llama):

@@ -13,11 +13,10 @@ from headloom.hf.grafting.backbone import read_backbone
 from headloom.lab.compare import compare_command, comparison_study
 from headloom.lab.plan import layers
 from headloom.lab.plan.layers import meta_model, run_config
-from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import StudySpec
-from headloom.lab.spec.variants import parse_variants
 from headloom.lab.study import Study
-from headloom.train import RunConfig
+from headloom.train.config import RunConfig
 from headloom.train.run import build
 
 FIELDS = {
@@ -42,9 +41,8 @@ def folder(tmp_path_factory):
 
 
 def spec_of(variants="mha,iha", **given):
-    parsed = parse_variants(variants)
     common = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1, **given}
-    return resolve(comparison_study(parsed, "tiny", **common), kind="compare", variants=parsed)
+    return resolve_study(comparison_study(variants, **common), kind="compare")
 
 
 def test_a_config_is_the_backbone_of_every_variant(folder):
@@ -160,9 +158,9 @@ def test_every_knob_turns_or_is_refused(name, knob, published):
     )
     if knob == "heads" and name.startswith("gpt"):
         with pytest.raises(HeadloomError, match=f"the heads of a {name} model fill its width, so their number cannot"):
-            resolve(study)
+            resolve_study(study)
         return
-    spec = resolve(study)
+    spec = resolve_study(study)
     iha = spec.variants[1]
     shapes, matches = match_budgets(spec, layers.Counts(spec, 61))
     counted = layers.count_parameters(spec, iha, shapes["iha"], 61)
@@ -174,9 +172,10 @@ def test_every_knob_turns_or_is_refused(name, knob, published):
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral"])
 def test_a_comparison_around_a_config(name, published, small, tmp_path):
     """From the config to the page's first lines: runs, records, manifest; and the same again makes no run anew."""
+    from headloom.records.reading import read_study
+
     from headloom.lab.compare import compare
     from headloom.report.facts import in_short
-    from headloom.report.records import read_study
 
     config = published(name, **{"n_inner" if name == "gpt2" else "intermediate_size": 150})
     given = {**small, "config": config, "seeds": 1, "batch_size": 32, "evaluations": 0, "out": tmp_path / "out"}

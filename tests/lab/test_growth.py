@@ -7,10 +7,10 @@ import yaml
 from lab.manifests import hold
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.compare import Interrupted
 from headloom.lab.plan import timing
 from headloom.lab.run import growth
 from headloom.lab.run.progress import Progress
+from headloom.lab.run.runner import Interrupted
 from headloom.lab.run.status import study_status
 from headloom.lab.study import Study
 from headloom.records.manifest import SET_ASIDE
@@ -159,10 +159,10 @@ def test_learning_rates_are_added_to_a_grid(study, tmp_path):
     ],
 )
 def test_what_makes_every_run_another_is_refused_before_the_text_is_read(study, tmp_path, monkeypatch, values, part):
-    from headloom.lab.spec.resolve import resolve
+    from headloom.lab.spec.resolve import resolve_study
 
-    hold(tmp_path, "x", spec=resolve(study()).model_dump(mode="json"))
-    monkeypatch.setattr("headloom.data.load_corpus", lambda *_: pytest.fail("the text was read"))
+    hold(tmp_path, "x", spec=resolve_study(study()).model_dump(mode="json"))
+    monkeypatch.setattr("headloom.data.corpus.load_corpus", lambda *_: pytest.fail("the text was read"))
     with pytest.raises(HeadloomError, match=rf"holds another study \({part}.*choose another --out.*: its own command"):
         study(**values).run(tmp_path)
 
@@ -170,7 +170,7 @@ def test_what_makes_every_run_another_is_refused_before_the_text_is_read(study, 
 def test_another_text_is_refused_before_it_is_tokenised(study, tmp_path, monkeypatch):
     (tmp_path / "other.txt").write_text("\n".join(f"{i} other words in another text" for i in range(400)))
     run(study(), tmp_path / "s")
-    monkeypatch.setattr("headloom.data.prepare", lambda *_, **__: pytest.fail("it was tokenised"))
+    monkeypatch.setattr("headloom.data.packing.prepare", lambda *_, **__: pytest.fail("it was tokenised"))
     with pytest.raises(HeadloomError, match=r"another study \(data '[0-9a-f]{12}' there, '[0-9a-f]{12}' here\)"):
         study(data=str(tmp_path / "other.txt"), seeds=3).run(tmp_path / "s")
 

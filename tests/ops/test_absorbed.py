@@ -17,10 +17,10 @@ def draw(*shape):
 
 @pytest.mark.parametrize("documents", [None, ROWS], ids=["plain", "documents"])
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("virtual", [True, False])
+@pytest.mark.parametrize("rows_causal", [True, False])
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"kind": "hard"}, {"softcap": 2.0}, {"kind": "identity"}], ids=str)
-def test_equals_mixing_first(T, virtual, window, documents, options):
+def test_equals_mixing_first(T, rows_causal, window, documents, options):
     torch.manual_seed(T)
     options = {"kind": "softmax", "softcap": None, "dropout": 0.0, **options}
     inputs = q, k, v, k_mix, v_mix = (
@@ -28,7 +28,7 @@ def test_equals_mixing_first(T, virtual, window, documents, options):
     )  # fmt: skip
     seen = Visibility(T, S, True, window, documents)
     with paths() as ran:
-        found = absorbed.attend(*inputs, seen, scale=0.4, virtual=virtual, **options)
+        found = absorbed.attend(*inputs, seen, scale=0.4, rows_causal=rows_causal, **options)
     assert dict(ran) == {"absorbed": 1}
     # one turn per pseudo-key, by hand: every pseudo-key meets its own version of the queries
     mixed = [torch.einsum("hpg,bgsx->bhspx", mix, x).flatten(2, 3) for mix, x in ((k_mix, k), (v_mix, v))]
@@ -37,7 +37,7 @@ def test_equals_mixing_first(T, virtual, window, documents, options):
     if options["softcap"]:
         logits = options["softcap"] * torch.tanh(logits / options["softcap"])
     visible = seen.dense()[:, :, None, :, None].expand(-1, -1, P, -1, P).clone()
-    for t in range(T if virtual else 0):
+    for t in range(T if rows_causal else 0):
         for p in range(P):
             visible[:, t, p, S - T + t, p + 1 :] = False
     hidden = ~visible.flatten(1, 2).flatten(2)[:, None]

@@ -30,16 +30,16 @@ def forced(monkeypatch):
     torch.compiler.reset()
 
 
-def attended(inputs, where, P, virtual):
+def attended(inputs, where, P, rows_causal):
     with scores.paths() as ran:
-        out = scores.attend(*inputs, where, scale=0.7, pseudo=P, virtual=virtual)
+        out = scores.attend(*inputs, where, scale=0.7, rows_per_token=P, rows_causal=rows_causal)
     return out, next(iter(ran))
 
 
-def check(inputs, T, S, causal, window, P, virtual, rows=None, *, tolerance):
+def check(inputs, T, S, causal, window, P, rows_causal, rows=None, *, tolerance):
     documents = None if rows is None else torch.tensor(rows)
-    found, path = attended(inputs, Visibility(T, S, causal, window, documents), P, virtual)
-    seen = pairs(T, S, causal, window, P, virtual, rows)
+    found, path = attended(inputs, Visibility(T, S, causal, window, documents), P, rows_causal)
+    seen = pairs(T, S, causal, window, P, rows_causal, rows)
     want = reference(*inputs, seen, 0.7)
     assert (found.transpose(1, 2)[~seen.any(-1)] == 0).all()
     torch.testing.assert_close(found, want, atol=tolerance, rtol=tolerance)
@@ -50,9 +50,9 @@ def check(inputs, T, S, causal, window, P, virtual, rows=None, *, tolerance):
 
 def test_structure_by_sdpa(forced):
     for T, S in ((1, 23), (7, 7), (5, 23)):
-        for window, (P, virtual), causal in CASES:
+        for window, (P, rows_causal), causal in CASES:
             inputs = draw(T, S, P, (6, 6 if P < 3 else 19))
-            assert check(inputs, T, S, causal, window, P, virtual and causal, tolerance=1e-10) == "sdpa"
+            assert check(inputs, T, S, causal, window, P, rows_causal and causal, tolerance=1e-10) == "sdpa"
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -63,7 +63,7 @@ def test_documents_and_padding_by_sdpa(kind, forced):
 
 
 @pytest.mark.parametrize(
-    ("T", "S", "causal", "window", "P", "virtual", "kind"),
+    ("T", "S", "causal", "window", "P", "rows_causal", "kind"),
     [
         (5, 23, True, None, 1, False, None),
         (5, 23, True, 3, 2, True, None),
@@ -76,21 +76,21 @@ def test_documents_and_padding_by_sdpa(kind, forced):
         (19, 19, False, None, 1, False, "left"),
     ],
 )
-def test_flex(T, S, causal, window, P, virtual, kind, forced, monkeypatch):
+def test_flex(T, S, causal, window, P, rows_causal, kind, forced, monkeypatch):
     monkeypatch.setattr(gpu, "FEW", 0)
     inputs = draw(T, S, P, (6, 6 if P < 3 else 19))
-    assert check(inputs, T, S, causal, window, P, virtual, ROWS.get(kind), tolerance=1e-10) == "flex"
+    assert check(inputs, T, S, causal, window, P, rows_causal, ROWS.get(kind), tolerance=1e-10) == "flex"
 
 
 def test_what_needs_no_mask(forced, monkeypatch):
     monkeypatch.setattr(gpu, "FEW", 0)
-    for T, S, causal, window, P, virtual in (
+    for T, S, causal, window, P, rows_causal in (
         (7, 7, True, None, 1, False),
         (7, 7, True, 7, 2, True),
         (1, 9, True, 9, 3, False),
         (4, 9, False, None, 2, False),
     ):
-        assert check(draw(T, S, P), T, S, causal, window, P, virtual, tolerance=1e-10) == "sdpa"
+        assert check(draw(T, S, P), T, S, causal, window, P, rows_causal, tolerance=1e-10) == "sdpa"
 
 
 @pytest.mark.parametrize("few", [0, 1 << 22], ids=["flex", "sdpa"])
@@ -122,10 +122,10 @@ def test_pairs_and_heads_in_threes(few, forced, monkeypatch):
 def test_blocks_are_those_that_show_something(T, S, window, P):
     """The strips give the block lists that PyTorch makes of the whole mask; a window's do not grow with the context."""
     documents = torch.arange(S)[None] // torch.tensor([[100], [64]])
-    for virtual, given in itertools.product((False, True), (None, documents)):
+    for rows_causal, given in itertools.product((False, True), (None, documents)):
         where = Visibility(T, S, True, window, given)
-        found = gpu._block_mask(where, 2, P, virtual and P > 1, torch.device("cpu"))
-        predicate = gpu._predicate(where, P, virtual and P > 1)
+        found = gpu._block_mask(where, 2, P, rows_causal and P > 1, torch.device("cpu"))
+        predicate = gpu._predicate(where, P, rows_causal and P > 1)
         want = flex_attention.create_block_mask(predicate, None if given is None else 2, None, T * P, S * P, "cpu", 128)
         for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
             torch.testing.assert_close(getattr(found, name), getattr(want, name), msg=name)
@@ -175,9 +175,9 @@ def test_soft_capped_scores(forced, monkeypatch):
     monkeypatch.setattr(gpu, "FEW", 0)
     inputs, where = draw(5, 23, 2), Visibility(5, 23, True, 8)
     with scores.paths() as ran:
-        found = scores.attend(*inputs, where, scale=3.0, pseudo=2, virtual=True, softcap=1.5)
+        found = scores.attend(*inputs, where, scale=3.0, rows_per_token=2, rows_causal=True, softcap=1.5)
     monkeypatch.setattr(gpu, "takes", lambda q: False)
-    want = scores.attend(*inputs, where, scale=3.0, pseudo=2, virtual=True, softcap=1.5)
+    want = scores.attend(*inputs, where, scale=3.0, rows_per_token=2, rows_causal=True, softcap=1.5)
     assert dict(ran) == {"flex": 1}
     torch.testing.assert_close(found, want, atol=1e-12, rtol=0)
     for a, b in zip(gradients(found, inputs), gradients(want, inputs), strict=True):
@@ -189,8 +189,8 @@ def test_flex_is_part_of_a_compiled_graph(forced, monkeypatch):
     q, k, v = (x.detach() for x in draw(40, 40, 2))
 
     def call(q, k, v, documents):
-        one = scores.attend(q, k, v, Visibility(40, 40, True, 9), scale=0.7, pseudo=2)
-        return one + scores.attend(q, k, v, Visibility(40, 40, True, None, documents), scale=0.7, pseudo=2)
+        one = scores.attend(q, k, v, Visibility(40, 40, True, 9), scale=0.7, rows_per_token=2)
+        return one + scores.attend(q, k, v, Visibility(40, 40, True, None, documents), scale=0.7, rows_per_token=2)
 
     documents = torch.arange(40)[None] // torch.tensor([[10], [15]])
     found = torch.compile(call, fullgraph=True, backend="eager")(q, k, v, documents)
@@ -203,12 +203,12 @@ def test_flex_is_part_of_a_compiled_graph(forced, monkeypatch):
 def test_on_a_gpu(dtype, tolerance, monkeypatch):
     """The kernels themselves, against float64 on the CPU; a window's memory does not grow with the square."""
     cases = [(300, 300, None, 1, False), (150, 150, 33, 2, True), (150, 150, None, 2, False), (70, 200, 50, 1, False)]
-    for few, (T, S, window, P, virtual) in itertools.product((0, 1 << 22), cases):
+    for few, (T, S, window, P, rows_causal) in itertools.product((0, 1 << 22), cases):
         monkeypatch.setattr(gpu, "FEW", few)
         inputs = [x.detach().to(dtype).double().requires_grad_() for x in draw(T, S, P, (32, 32))]
         given = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs]
-        found, _ = attended(given, Visibility(T, S, True, window), P, virtual)
-        want = reference(*inputs, pairs(T, S, True, window, P, virtual), 0.7)
+        found, _ = attended(given, Visibility(T, S, True, window), P, rows_causal)
+        want = reference(*inputs, pairs(T, S, True, window, P, rows_causal), 0.7)
         torch.testing.assert_close(found.cpu().double(), want, atol=tolerance, rtol=tolerance)
         for a, b in zip(gradients(found, given), gradients(want, inputs), strict=True):
             torch.testing.assert_close(a.cpu().double(), b, atol=5 * tolerance, rtol=5 * tolerance)

@@ -5,7 +5,7 @@ import torch
 
 import headloom as hl
 from headloom.core.errors import HeadloomError
-from headloom.ops.masks import Visibility, expand_pseudo, sort_rules
+from headloom.ops.masks import Visibility, expand_rows, sort_rules
 
 
 def lowered(mask, T, S, *, causal=False, window=None):
@@ -91,11 +91,11 @@ def test_tokens_go_on_in_the_document_that_a_cache_ends_with():
 
 
 def test_expanded_pseudo_tokens():
-    """Case 9 at the mask: T=3, P=2 rows see 1..6 (virtual) or 2,2,4,4,6,6 (token) keys; after a cache all of it too."""
+    """T=3, P=2 rows see 1..6 (virtual) or 2,2,4,4,6,6 (token) keys; after a cache all of it too."""
     causal = torch.ones(1, 3, 3, dtype=torch.bool).tril()
-    assert expand_pseudo(causal, 0, 2, True)[0].sum(-1).tolist() == [1, 2, 3, 4, 5, 6]
-    assert expand_pseudo(causal, 0, 2, False)[0].sum(-1).tolist() == [2, 2, 4, 4, 6, 6]
-    assert expand_pseudo(causal[:, 2:], 2, 2, True)[0].sum(-1).tolist() == [5, 6]
+    assert expand_rows(causal, 0, 2, True)[0].sum(-1).tolist() == [1, 2, 3, 4, 5, 6]
+    assert expand_rows(causal, 0, 2, False)[0].sum(-1).tolist() == [2, 2, 4, 4, 6, 6]
+    assert expand_rows(causal[:, 2:], 2, 2, True)[0].sum(-1).tolist() == [5, 6]
     everything = torch.ones(1, 3, 3, dtype=torch.bool)  # only within a token does the order count
-    assert expand_pseudo(everything, 0, 2, True)[0].sum(-1).tolist() == [5, 6, 5, 6, 5, 6]
-    assert expand_pseudo(everything[:, 2:], 2, 2, True)[0, 0].tolist() == [True, True, True, True, True, False]
+    assert expand_rows(everything, 0, 2, True)[0].sum(-1).tolist() == [5, 6, 5, 6, 5, 6]
+    assert expand_rows(everything[:, 2:], 2, 2, True)[0, 0].tolist() == [True, True, True, True, True, False]

@@ -1,4 +1,4 @@
-"""Pieces: their union is exactly what the words of mechanisms.md make visible, each pair once."""
+"""Pieces: their union is exactly what may be seen by the definition in oracles/common.py, each pair once."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def covered(pieces, batch, rows, columns):
     return out
 
 
-def wanted(T, S, causal, window, P, virtual, row=None):
+def wanted(T, S, causal, window, P, rows_causal, row=None):
     """The oracle's visibility of pseudo-tokens; `row` holds a document per key, -1 = padding."""
     out = torch.zeros(T * P, S * P, dtype=torch.int)
     document = [0] * S if row is None else row
@@ -31,7 +31,7 @@ def wanted(T, S, causal, window, P, virtual, row=None):
         if not visible(i, n, document[i], document[n], document[i] >= 0, document[n] >= 0, causal, window):
             continue
         for p, p2 in itertools.product(range(P), range(P)):
-            out[t * P + p, n * P + p2] = int(not virtual or n * P + p2 <= i * P + p)
+            out[t * P + p, n * P + p2] = int(not rows_causal or n * P + p2 <= i * P + p)
     return out
 
 
@@ -41,11 +41,11 @@ def test_structure(T, causal):
     """Every window and every length of cache, for one and three pseudo-tokens, in both orders."""
     for past, window in itertools.product((0, 1, 2, 4, 7, 11), (None, 1, 2, 3, 4, 5, 7, 12, 13, 30)):
         S = past + T
-        for P, virtual in ((1, False), (2, False), (3, False), *(((2, True), (3, True)) if causal else ())):
-            pieces = lower(Visibility(T, S, causal, window), 2, P, virtual)
+        for P, rows_causal in ((1, False), (2, False), (3, False), *(((2, True), (3, True)) if causal else ())):
+            pieces = lower(Visibility(T, S, causal, window), 2, P, rows_causal)
             found = covered(pieces, 2, T * P, S * P)
-            want = wanted(T, S, causal, window, P, virtual)
-            assert torch.equal(found, want.expand_as(found)), (T, S, window, P, virtual, pieces)
+            want = wanted(T, S, causal, window, P, rows_causal)
+            assert torch.equal(found, want.expand_as(found)), (T, S, window, P, rows_causal, pieces)
             assert sum(piece.pairs() for piece in pieces) == 2 * int(want.sum())
 
 
@@ -53,8 +53,8 @@ def test_structure(T, causal):
 def test_tiles_show_what_their_piece_shows(causal):
     """Cut into tiles of 3 and of 4 tokens a side: the same pairs, and none that are hidden altogether."""
     for T, past, window in itertools.product((1, 8, 13), (0, 4), (None, 1, 3, 7)):
-        for P, virtual in ((1, False), (3, False), *(((3, True),) if causal else ())):
-            pieces = lower(Visibility(T, past + T, causal, window), 2, P, virtual)
+        for P, rows_causal in ((1, False), (3, False), *(((3, True),) if causal else ())):
+            pieces = lower(Visibility(T, past + T, causal, window), 2, P, rows_causal)
             want = covered(pieces, 2, T * P, (past + T) * P)
             for side in (3, 4):
                 tiles = [tile for piece in pieces for tile in piece.cut(side * P, side * P)]
@@ -79,11 +79,11 @@ ROWS = [
 @pytest.mark.parametrize("T", [1, 4, 9])
 def test_documents_and_padding(T, rows):
     for causal, window, P in itertools.product((True, False), (None, 1, 2, 4), (1, 2)):
-        for virtual in {False, causal and P > 1}:
-            pieces = lower(Visibility(T, 9, causal, window, torch.tensor(rows)), 2, P, virtual)
+        for rows_causal in {False, causal and P > 1}:
+            pieces = lower(Visibility(T, 9, causal, window, torch.tensor(rows)), 2, P, rows_causal)
             found = covered(pieces, 2, T * P, 9 * P)
-            want = torch.stack([wanted(T, 9, causal, window, P, virtual, row) for row in rows])
-            assert torch.equal(found, want), (T, causal, window, P, virtual)
+            want = torch.stack([wanted(T, 9, causal, window, P, rows_causal, row) for row in rows])
+            assert torch.equal(found, want), (T, causal, window, P, rows_causal)
 
 
 def test_a_document_in_two_runs_has_no_pieces():

@@ -13,16 +13,16 @@ from headloom.ops.masks import Visibility
 LENGTHS = [(1, 1), (1, 23), (7, 7), (5, 23), (29, 29)]
 
 
-def check(T, S, causal, window, P, virtual, rows=None, *, path, widths=(6, 6)):
+def check(T, S, causal, window, P, rows_causal, rows=None, *, path, widths=(6, 6)):
     inputs = draw(T, S, P, widths)
     documents = None if rows is None else torch.tensor(rows)
     with scores.paths() as ran:
         found = scores.attend(
-            *inputs, Visibility(T, S, causal, window, documents), scale=0.7, pseudo=P, virtual=virtual
+            *inputs, Visibility(T, S, causal, window, documents), scale=0.7, rows_per_token=P, rows_causal=rows_causal
         )
     assert dict(ran) == {path: 1}
-    want = reference(*inputs, pairs(T, S, causal, window, P, virtual, rows), 0.7)
-    dead = ~pairs(T, S, causal, window, P, virtual, rows).any(-1)
+    want = reference(*inputs, pairs(T, S, causal, window, P, rows_causal, rows), 0.7)
+    dead = ~pairs(T, S, causal, window, P, rows_causal, rows).any(-1)
     assert (found.transpose(1, 2)[dead] == 0).all()
     torch.testing.assert_close(found, want, atol=1e-12, rtol=0)
     for a, b in zip(gradients(found, inputs), gradients(want, inputs), strict=True):
@@ -38,8 +38,8 @@ def kernel(request, monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("T", "S"), LENGTHS)
 def test_structure(T, S, causal):
-    for window, (P, virtual) in itertools.product((None, 1, 3, 8), ((1, False), (2, False), (3, causal))):
-        check(T, S, causal, window, P, virtual, path="fused")
+    for window, (P, rows_causal) in itertools.product((None, 1, 3, 8), ((1, False), (2, False), (3, causal))):
+        check(T, S, causal, window, P, rows_causal, path="fused")
 
 
 @pytest.mark.parametrize("T", [2, 19])
@@ -47,8 +47,8 @@ def test_structure(T, S, causal):
 def test_documents_and_padding(kind, T):
     path = "masked" if kind == "alternating" else "fused"
     for causal, window in itertools.product((True, False), (None, 4)):
-        for P, virtual in ((1, False), (2, causal)):
-            check(T, 19, causal, window, P, virtual, ROWS[kind], path=path)
+        for P, rows_causal in ((1, False), (2, causal)):
+            check(T, 19, causal, window, P, rows_causal, ROWS[kind], path=path)
 
 
 def test_order_within_a_token_without_causality():
@@ -74,22 +74,22 @@ def test_unequal_widths_stay_fused(widths):
 @pytest.mark.parametrize("elements", [1, 500, 1 << 24])
 @pytest.mark.parametrize("rows", [None, ROWS["left"], ROWS["alternating"]], ids=["none", "left", "alternating"])
 def test_blocks_of_any_size(elements, rows, monkeypatch):
-    """Case 5 and 7: the materialised path equals the fused one, forward and backward, however it is cut."""
+    """The materialised path equals the fused one, forward and backward, however it is cut."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS", elements)
     documents = None if rows is None else torch.tensor(rows)
     for T, causal, window, P in itertools.product((3, 19), (True, False), (None, 4), (1, 2)):
-        inputs, virtual = draw(T, 19, P), causal and P > 1
+        inputs, rows_causal = draw(T, 19, P), causal and P > 1
         where = Visibility(T, 19, causal, window, documents)
-        want = scores.attend(*inputs, where, scale=0.7, pseudo=P, virtual=virtual)
+        want = scores.attend(*inputs, where, scale=0.7, rows_per_token=P, rows_causal=rows_causal)
         with scores.paths() as ran:
-            found = scores.attend(*inputs, where, scale=0.7, pseudo=P, virtual=virtual, softcap=1e7)
+            found = scores.attend(*inputs, where, scale=0.7, rows_per_token=P, rows_causal=rows_causal, softcap=1e7)
         assert dict(ran) == {"blocks": 1}
         torch.testing.assert_close(found, want, atol=1e-11, rtol=0)
         for a, b in zip(gradients(found, inputs), gradients(want, inputs), strict=True):
             torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
-def test_case_1_dead_row():
+def test_dead_row():
     """Boolean mask [[T, F], [F, F]]: the dead row exactly 0, gradients finite, the live row v[0]."""
     q, k, v = (torch.randn(1, 1, 2, 4, requires_grad=True) for _ in range(3))
     seen = torch.tensor([[[True, False], [False, False]]])
@@ -107,13 +107,13 @@ def plainly(q, k, v, *, attn_mask, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("window", "P", "virtual"), [(None, 1, False), (None, 3, False), (None, 3, True), (5, 2, False)]
+    ("window", "P", "rows_causal"), [(None, 1, False), (None, 3, False), (None, 3, True), (5, 2, False)]
 )
-def test_low_precision(dtype, window, P, virtual):
+def test_low_precision(dtype, window, P, rows_causal):
     """Value and gradient errors against float64 within twice (root mean square; the largest one within four times)
     those of the worse of two independent runs in the low precision."""
     T = 37
-    inputs, seen = draw(T, T, P, dtype=dtype), pairs(T, T, True, window, P, virtual)
+    inputs, seen = draw(T, T, P, dtype=dtype), pairs(T, T, True, window, P, rows_causal)
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     exact = reference(*exact_inputs, seen, 0.4)
     exact = [exact, *gradients(exact, exact_inputs)]
@@ -123,7 +123,7 @@ def test_low_precision(dtype, window, P, virtual):
         wide = [low[0], *(x.repeat_interleave(2, 1) for x in low[1:])]
         out = independent(*wide, attn_mask=seen[:, None], scale=0.4)
         runs.append([out, *gradients(out, low)])
-    ours = scores.attend(*inputs, Visibility(T, T, True, window), scale=0.4, pseudo=P, virtual=virtual)
+    ours = scores.attend(*inputs, Visibility(T, T, True, window), scale=0.4, rows_per_token=P, rows_causal=rows_causal)
     assert ours.dtype == dtype
     for name, found, *others, right in zip("oqkv", [ours, *gradients(ours, inputs)], *runs, exact, strict=True):
         for size, times in ((lambda x: x.pow(2).mean().sqrt(), 2), (lambda x: x.abs().max(), 4)):
@@ -135,7 +135,7 @@ def test_large_logits_stay_finite():
     """Scores of 1e4 and rows that differ by as much: no overflow in merging pieces."""
     q, k, v = (x.detach().float() * 100 for x in draw(19, 19, 2))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = scores.attend(q, k, v, Visibility(19, 19, True, 4), scale=1.0, pseudo=2, virtual=False)
+    out = scores.attend(q, k, v, Visibility(19, 19, True, 4), scale=1.0, rows_per_token=2, rows_causal=False)
     want = reference(*(x.double() for x in (q, k, v)), pairs(19, 19, True, 4, 2, False), 1.0)
     assert torch.isfinite(out).all() and (out - want).abs().max() < 1e-3 * float(want.detach().abs().max())
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))

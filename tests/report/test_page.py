@@ -261,7 +261,7 @@ def test_the_report_never_imports_torch(tmp_path, make_study):
     make_study(tmp_path, labels=("mha", "iha"))
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"  # an import of either raises
-        "from headloom.report import write_report\n"
+        "from headloom.report.page import write_report\n"
         f"write_report({str(tmp_path)!r})"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=900)

@@ -10,8 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headloom.data import Corpus, Document, TokenData, make_tokenizer, prepare
-from headloom.train import RunConfig, RunResult, train
+from headloom.data.corpus import Corpus
+from headloom.data.packing import TokenData, prepare
+from headloom.data.sources import Document
+from headloom.data.tokenizer import make_tokenizer
+from headloom.records.runs import RunResult
+from headloom.train.config import RunConfig
+from headloom.train.run import train
 
 TEXT = "".join(f"line {i}: the {['cat', 'dog', 'owl'][i % 3]} has {i * i % 97} of {i % 7} things\n" for i in range(150))
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import headloom
 from headloom.core.errors import HeadloomError
-from headloom.train import LayerSpec, RunConfig
+from headloom.train.config import LayerSpec, RunConfig
 
 SIZES = {"name": "r", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24, "steps": 4}
 

@@ -14,8 +14,8 @@ from headloom.core.locks import LOCK
 from headloom.core.machine import machine, ran_on, versions
 from headloom.records.metrics import read_metrics, read_train_lines
 from headloom.records.runs import CONFIG, RESULT
-from headloom.train import RunConfig
 from headloom.train import folder as folders
+from headloom.train.config import RunConfig
 from headloom.train.run import build, resolve, train
 
 

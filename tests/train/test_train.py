@@ -17,7 +17,7 @@ import headloom.train.run as run_module
 import headloom.train.trainer as trainer_module
 from headloom import hf
 from headloom.core.errors import HeadloomError
-from headloom.data import TrainingRows
+from headloom.data.packing import TrainingRows
 from headloom.evaluate import bits_per_byte
 from headloom.ops.mixing import Mix
 from headloom.records.metrics import read_metrics
@@ -92,7 +92,7 @@ def test_the_trainer_feeds_exactly_the_runs_order(run_tiny, data, make_config, m
 
 
 @every_mechanism
-def test_accumulation_changes_neither_loss_nor_gradient_case_22(run_tiny, mechanism):
+def test_accumulation_changes_neither_loss_nor_gradient(run_tiny, mechanism):
     records = {}
     for cuts in (1, 2, 4):
         result, folder = run_tiny(accumulation_steps=cuts, batch_size=8, steps=3, make_model=build, specs=[mechanism])
@@ -296,7 +296,7 @@ def test_an_unknown_mechanism_is_refused_before_the_folder_is_made(run_tiny, tmp
 
 
 def test_tokenizer_and_data_must_belong_together(data, make_config, tmp_path):
-    from headloom.data import make_tokenizer
+    from headloom.data.tokenizer import make_tokenizer
 
     other = make_tokenizer("bpe:259", ["aaaa aaaa"])
     with pytest.raises(HeadloomError, match="its data 258, the tokenizer 259"):

@@ -1,4 +1,4 @@
-"""BERT: an encoder with learned positions; what reads the heads, `attention.output.dense`, is outside the attention."""
+"""BERT: an encoder with learned positions; its output projection, `attention.output.dense`, is not in the attention."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from headloom.hf.model.rope import FamilyRotary, from_parameters
 
 
 class SingleRotary(FamilyRotary):
-    """Tables rounded to the model's type, the turning in float32 even of a float64 model."""
+    """Tables rounded to the model's type; rotation in float32, in a float64 model too."""
 
     wide, single = True, True
 

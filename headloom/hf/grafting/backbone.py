@@ -132,7 +132,7 @@ def sized(values: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
 
 
 def _key_value_heads(G: int, before: int, H: int) -> int:
-    """G' of H' heads: one stays one, else H'/G' is H/G."""
+    """Key/value heads for H heads: 1 stays 1; otherwise as many heads share one as before."""
     if G == 1:
         return 1
     if H * G % before:

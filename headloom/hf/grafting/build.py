@@ -214,7 +214,7 @@ def _scaling(rope_scaling: dict[str, Any] | None, max_positions: int) -> dict[st
 
 
 def _experts(**given: int | None) -> dict[str, int]:
-    """Of the numbers of experts those that were given."""
+    """The numbers of experts that were given. Raises HeadloomError for one that is no count."""
     for name, value in given.items():
         if value is not None and (type(value) is not int or value < 1):
             raise HeadloomError(f"{name} must be an int of at least 1, not {value!r}")

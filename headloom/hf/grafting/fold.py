@@ -1,4 +1,4 @@
-"""`fold`: an ordinary model of the family from a graft that plain weights can say."""
+"""`fold`: an ordinary model of the family from a graft whose mixes can be multiplied into its projections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fold(model: Any) -> Any:
     Returns:
         The new model. Its `fold_report` says which layers were folded and what was measured.
     Raises:
-        HeadloomError: not a graft; a part that plain weights cannot say, with the reason and with what would fold; a
+        HeadloomError: not a graft; a part that plain weights cannot express, with the reason and what would fold; a
             layer whose window or the like is not its family's; hooks on an attention, or an attribute that cannot be
             copied.
     """
@@ -89,7 +89,7 @@ def _check(model: Any) -> Family:
             differing.append("value_dim")
         if differing:
             given = ", ".join(f"{name}={getattr(made, name)}" for name in differing)
-            raise HeadloomError(f"layer {index} has {given}, which a plain {family.name} layer cannot say")
+            raise HeadloomError(f"layer {index} has {given}, which a plain {family.name} layer cannot have")
     return family
 
 
@@ -152,7 +152,9 @@ def _config(family: Family, model: Any, found: dict[int, Plain], usual: Attentio
         kv_heads.add(usual.num_kv_heads or 1)
         widths.add(usual.head_dim or 0)
     if len(widths) > 1:
-        raise HeadloomError(f"heads of widths {sorted(widths)} in one model, which a plain {family.name} cannot say")
+        raise HeadloomError(
+            f"heads of widths {sorted(widths)} in one model: those of a plain {family.name} are equally wide"
+        )
     if kv_heads != {usual.num_kv_heads}:
         config.num_key_value_heads = math.lcm(*kv_heads)
     if widths != {usual.head_dim}:

@@ -25,7 +25,7 @@ def probe_batch(model: Any) -> dict[str, Tensor]:
 
 
 def compared(family: Family, model: Any) -> str:
-    """What a graft compares: "logits", or "last hidden states" for heads that give none for each token."""
+    """What is compared: "logits", or "last hidden states" where the model's head gives no logits for each token."""
     heads = family.head_classes()
     wordy = [heads.get(name) for name in ("AutoModelForCausalLM", "AutoModelForMaskedLM")]
     return "logits" if type(model) in wordy else "last hidden states"
@@ -55,8 +55,10 @@ def _route(family: Family, model: Any, routes: Routes) -> None:
 
 @torch.no_grad()
 def outputs_of(family: Family, model: Any, probe: dict[str, Tensor], what: str, routes: Routes) -> Tensor:
-    """The outputs of a model in evaluation mode, its tokens sent to the experts of `routes` (empty: filled). A copy is
-    called, so that the model and its hooks do not notice."""
+    """The outputs of a model in evaluation mode, its tokens sent to the experts of `routes` (empty: filled).
+
+    A copy on the same tensors is called: the model's flags stay, and none of its hooks runs.
+    """
     twin = without_hooks(model)
     _route(family, twin, routes)
     if what == "logits":
@@ -82,7 +84,8 @@ def reference_of(family: Family, model: Any, what: str) -> tuple[dict[str, Tenso
 def tolerance(family: Family, model: Any) -> float:
     """The largest difference, relative to the range, that counts as rounding.
 
-    A family may compute in float32 inside a float64 model: eager attention its softmax, some their rotation.
+    Parts of a float64 model may compute in float32: transformers' eager attention its softmax, some families their
+    rotation.
     """
     dtype = model.dtype
     if dtype == torch.float64 and (model.config._attn_implementation == "eager" or family.rotary.single):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -15,6 +15,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _CAPTURING, _CAPTURED = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
 """transformers' own hooks for `output_hidden_states` and the like, and its mark on a model that has them: it installs
 them when they are first needed."""
+_COMPILED = "_compiled_call"
+"""What `generate` has compiled: a function that calls the original. It is compiled again when it is needed."""
 
 
 def sharing_copy(model: Any, *, classes: Mapping[nn.Module, Any] | None = None, config: Any = None) -> Any:
@@ -49,13 +51,16 @@ def sharing_copy(model: Any, *, classes: Mapping[nn.Module, Any] | None = None, 
             f"the model's {_not_copied(model, before)} cannot be copied ({reason}), and the new model has modules, "
             "hooks and attributes of its own: delete it first, and set it on both models afterwards"
         ) from error
+    for twin in made.values():
+        vars(twin).pop("forward", None)  # the old class's (`check_calls`)
     _drop_hooks(copied, capturing_alone=True)
     return copied
 
 
 def _drop_hooks(model: nn.Module, *, capturing_alone: bool) -> None:
     for module in model.modules():
-        vars(module).pop(_CAPTURED, None)
+        for name in (_CAPTURED, _COMPILED):
+            vars(module).pop(name, None)
         for hooks in (getattr(module, name) for name in _HOOKS):
             for key, hook in list(hooks.items()):
                 if _is_capturing(hook) or not capturing_alone:
@@ -98,13 +103,22 @@ def check_calls(model: nn.Module) -> None:
                 "a model spread over devices by accelerate cannot be grafted or folded: load it on one device"
             )
         forward = vars(module).get("forward")
-        outer = module in (model, getattr(model, "base_model", None))  # these two get another class
-        own = isinstance(forward, MethodType) and forward.__self__ is module and not outer
+        own = isinstance(forward, MethodType) and forward.__self__ is module
+        if own and module in (model, getattr(model, "base_model", None)):  # these two get another class
+            own = any(forward.__func__ is function for function in _wrapped(type(module).forward))
         if forward is not None and not own:
             raise HeadloomError(
                 f"the forward of {path or 'the model'} was replaced by another function (accelerate's prepare, "
-                "torch.compile, a patch): graft or fold first, then do that"
+                "torch.compile, a patch): undo that (accelerate: unwrap_model(model, keep_fp32_wrapper=False)), and do "
+                "it again with the new model"
             )
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """A function and those that it was made from by decorators: accelerate puts one of these back."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def check_hooks(attention: nn.Module, where: str) -> None:

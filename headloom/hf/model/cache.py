@@ -169,7 +169,7 @@ class HFCache(Cache):
         return int(self.cache.get_seq_length(layer))
 
     def is_static(self, layer: int) -> bool:
-        """Whether the layer hands out its whole room, written or not."""
+        """Whether the layer returns all of its places, written or not."""
         return getattr(self._stored(layer), "max_cache_len", None) is not None
 
     def length(self, layer: int = 0) -> int:
@@ -193,7 +193,7 @@ class HFCache(Cache):
         return self._note(arriving(mask, past, T, cut=cut, exact=exact), exact)
 
     def _note(self, mask: Mask | None, exact: bool) -> Mask | None:
-        """Remember from a mask what the positions of cached tokens are counted by."""
+        """Remember which tokens a mask shows as real: the positions of cached tokens are counted by it."""
         self.exact = exact
         rules = sort_rules(mask, causal=False, window=None)
         self.real = rules.padding
@@ -314,7 +314,7 @@ class HFCache(Cache):
 
 
 def check_width(visible: Tensor, width: int, layer: int) -> None:
-    """Refuse a caller's mask over other keys than those a layer's cache hands out."""
+    """Raise HeadloomError for a caller's mask over other keys than those that a layer's cache returns."""
     if visible.shape[-1] != width:
         raise HeadloomError(
             f"the 4-D mask covers {visible.shape[-1]} keys, layer {layer} looks at {width} (those that its cache keeps "

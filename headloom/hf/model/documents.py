@@ -13,7 +13,7 @@ from headloom.ops.tokens import restarts
 
 
 def tokens_in(cache: Any) -> int | None:
-    """Cached tokens. None: that is a tensor (a static cache's), and a compiler cannot read it."""
+    """The number of cached tokens, or None in a compiled call with a static cache, where it is a tensor."""
     tokens = cache.get_seq_length()
     return None if torch.compiler.is_compiling() and isinstance(tokens, Tensor) else int(tokens)
 

@@ -1,4 +1,4 @@
-"""What the attention of a layer is to be: planned once, then written into the config and built."""
+"""The plan of a layer's attention: made once, then written into the model's config and built."""
 
 from __future__ import annotations
 

@@ -110,9 +110,9 @@ def _is_known(function: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def dense_mask(config: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
-    """The mask of a static cache by transformers' own function: (B, 1, T, room) booleans, or one for each kind of layer
-    where the family asks for that. In a family that knows one kind only, layers with a window of ours cut the mask of
-    those without."""
+    """The mask of a static cache by transformers' own function: booleans (B, 1, T, places of the cache), or a dict with
+    one for each kind of layer where the family has several kinds. Where it has one, windows are left out of the mask,
+    and the layers that have one add it."""
     from transformers.masking_utils import create_masks_for_generate
 
     plain = copy.copy(config)
@@ -159,7 +159,7 @@ def arriving(
 
 
 def alone(mask: Any, T: int, exact: bool = False) -> Mask | None:
-    """`arriving` for a call without a cache: there are T tokens, and a mask is about these."""
+    """`arriving` for a call without a cache, whose mask must be about its T tokens. Raises HeadloomError otherwise."""
 
     def check(values: Tensor) -> Tensor:
         if values.shape[-1] != T:

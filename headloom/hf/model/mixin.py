@@ -96,8 +96,9 @@ class Graft:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Of custom code transformers initialises no module that has no tensors of its own, such as a GPT-2 block's
-        MLP, whose family has rules for its layers. Tensors and their names are the family's here."""
+        """False, though the class is not transformers' own: of custom code it does not initialise modules without
+        tensors of their own (a GPT-2 block's MLP), for which the family has rules. Here the tensors have the family's
+        names."""
         return False
 
     # ---- files ----------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Graft:
     def forward(self, *args: Any, documents: Tensor | None = None, **kwargs: Any) -> Any:
         """The family's forward. `documents`: ints (B, T), tokens of different documents do not see each other; they
         also come from `cu_seq_lens_q` and, where `position_ids` restart, from these. A 4-D `attention_mask` (batch, 1,
-        queries, keys), or one for each kind of layer, is all there is: no causality, window or documents are added.
+        queries, keys), or one for each kind of layer, is used as it is: no causality, window or documents are added.
 
         `output_attentions`: for every layer the weights (B, heads, T, S) of the heads as they are scored.
 
@@ -245,12 +246,12 @@ class Graft:
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """transformers looks for a decorator in the source of a class's module: the family's says it, ours does not."""
+        """The family's answer: transformers looks for a decorator in the source file of a class, and ours has none."""
         head: Any = cls.__mro__[cls.__mro__.index(Graft) + 1]
         return head._can_set_experts_implementation()
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        """Asked before experts are multiplied in one grouped product (else one by one); its rows must be aligned."""
+        """Whether experts can be multiplied in one grouped product, whose rows must be aligned; else one by one."""
         possible = super()._grouped_mm_can_dispatch()  # type: ignore[misc]  # raises where there are no experts
         widths = (self.config.hidden_size, self.config.intermediate_size)
         if any(width % GROUPED_ALIGNMENT for width in widths):

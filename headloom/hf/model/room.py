@@ -1,7 +1,7 @@
 """A static cache inside a compiled call, read so that one compiled graph serves every decoded token.
 
-A static layer hands out its whole room, filled from the front. How much of it is filled is a tensor, which a compiler
-cannot turn into a shape; so here the room is turned until this call's tokens stand last. What a mechanism sees then
+A static layer returns all of its places, filled from the front. How many are filled is a tensor, which a compiler
+cannot turn into a shape; so here the places are rolled until this call's tokens stand last. What a mechanism sees then
 has one shape for every token, and order, windows and pseudo-tokens are counted from the end as always. The places in
 front that nothing has been written to are hidden. The price is a copy of the layer's keys and values a call, which is
 what a growing cache pays too; an eager call cuts the room instead (`HFCache`).
@@ -27,7 +27,7 @@ def view_of(cache: Any, layer: int, T: int) -> HFCache:
 
 
 class WholeRoom(HFCache):
-    """One static layer, for a call with T tokens: S places, this call's last."""
+    """A static layer in a call with T tokens, read as S places of which the last T hold this call's tokens."""
 
     def __init__(self, cache: Any, layer: int, T: int):
         super().__init__(cache)

@@ -91,7 +91,7 @@ def to_parameters(rope_theta: float | None, rope_scaling: dict[str, Any] | None)
 
 @dataclasses.dataclass(frozen=True)
 class FamilyRotary(Rotary):
-    """A family's own turning: angles in float32, cos and sin in the type of what they turn.
+    """Rotary embedding as the families compute it: angles in float32, cos and sin in the type of what they rotate.
 
     Our own models keep wider tables; a graft must repeat the original's rounding to keep its function.
     """

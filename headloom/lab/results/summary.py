@@ -14,7 +14,7 @@ from headloom.lab.results.readings import at_time, time_sentence, told_apart
 from headloom.lab.results.remarks import remarks
 from headloom.lab.results.runs import KnownRun, RunReader
 from headloom.lab.results.statistics import correct, listed, paired_difference, quality, sentence, summary
-from headloom.lab.spec.resolved import StudySpec, VariantSpec
+from headloom.lab.spec.resolved import StudySpec, Variant
 from headloom.records.results import (
     AtTime,
     Difference,
@@ -92,7 +92,7 @@ def summarise(
 
 def _variant(
     spec: StudySpec,
-    variant: VariantSpec,
+    variant: Variant,
     runs: Sequence[tuple[KnownRun, bool]],
     qualities: Qualities,
     compared: Mapping[tuple[str, str], Difference],

@@ -16,7 +16,7 @@ from headloom.core.files import is_full
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from headloom.data import TokenData, TokenStream
+    from headloom.data.packing import TokenData, TokenStream
 
 OnStep = Callable[[int, float], None]
 
@@ -91,8 +91,8 @@ class Failed(RunError):
 
 def work(job: Job, bundle: Bundle, on_step: OnStep) -> dict[str, Any]:
     """Do a job; its result as JSON values. Raises Failed for what can befall a run, and KeyboardInterrupt."""
-    from headloom.train import RunConfig
     from headloom.train import run as runs
+    from headloom.train.config import RunConfig
 
     try:
         for mechanism in bundle.foreign:

@@ -11,6 +11,7 @@ Everything is strict: an unknown key, or a value of another type, is refused bef
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -45,8 +46,8 @@ class _Written(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Entry(_Written):
-    """A variant, or several by `sweep`.
+class WrittenVariant(_Written):
+    """A variant, or several by `sweep`; also given as its `use` alone, or as a pair (use, options).
 
     use: "iha:pseudo_heads=2". options: more options of it, with YAML's types. label: what it is called. set: axes in
     which it is set apart, each declared in the study's `axes`. sweep: axis or option -> the values it takes, every
@@ -64,7 +65,10 @@ class Entry(_Written):
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"use": value}
+        pair = isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+        return {"use": value[0], "options": value[1]} if pair else value
 
 
 class Budget(_Written):
@@ -90,13 +94,19 @@ class Backbone(_Written):
     F: Int | None = None
 
 
+def usual_engine() -> Literal["local", "inline"]:
+    """The engine where none is named: "local", and "inline" on a system that cannot fork processes (Windows)."""
+    return "local" if hasattr(os, "fork") else "inline"
+
+
 class EngineOptions(_Written):
-    """Where runs go: "local" (a process each, `workers` at a time; None: cores / threads), "inline" (this process, for
-    a debugger), or "ray" (`address` of a cluster; None: one on this machine). timeout: seconds a run may take. retries:
-    of a run whose Ray worker died. checkpoint_seconds: training time between checkpoints. track: as --track.
+    """Where runs go: "local" (a process each, `workers` at a time; None: cores / threads), "inline" (this process, one
+    after the other: for a debugger, and for Windows), or "ray" (`address` of a cluster; None: one on this machine).
+    timeout: seconds a run may take. retries: of a run whose Ray worker died. checkpoint_seconds: training time between
+    checkpoints. track: as --track.
     """
 
-    name: Literal["local", "inline", "ray"] = "local"
+    name: Literal["local", "inline", "ray"] = Field(default_factory=usual_engine)
     workers: Int | None = None
     address: Text | None = None
     retries: Annotated[int, Strict(), Field(ge=0)] = 2
@@ -135,7 +145,7 @@ class WrittenStudy(_Written):
     tokens: Annotated[int, Strict(), Field(ge=2)] | None = None
     batch_size: Int | None = None
     steps: Annotated[int, Strict(), Field(ge=1, le=10_000_000)] | None = None
-    variants: Annotated[tuple[Entry, ...], BeforeValidator(_one_or_more)] = Field(min_length=1)
+    variants: Annotated[tuple[WrittenVariant, ...], BeforeValidator(_one_or_more)] = Field(min_length=1)
     options: dict[str, dict[str, Any]] = {}
     axes: tuple[Axis, ...] = ()
     groups: tuple[dict[Axis, Int], ...] = ()
@@ -219,7 +229,7 @@ def _merged(before: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, An
 
 
 _PARTS: dict[str, type[BaseModel]] = {
-    "variants": Entry,
+    "variants": WrittenVariant,
     "budgets": Budget,
     "backbone": Backbone,
     "engine": EngineOptions,

@@ -40,10 +40,6 @@ class Local(Engine):
         self._slots: list[_Slot] = []
 
     def __enter__(self) -> Self:
-        if not hasattr(os, "fork"):
-            raise HeadloomError(
-                "engine local needs a system that forks processes (Linux, macOS), and this one does not: use inline"
-            )
         # a file without a name: whatever kills this process, nothing is left behind
         self._file = tempfile.TemporaryFile(prefix="headloom-")
         with saying_when_full(Path(tempfile.gettempdir()), "no run was started"):
