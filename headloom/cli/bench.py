@@ -29,7 +29,7 @@ from headloom.cli.groups import MACHINE, MODEL, WHAT, in_panels, with_groups
 from headloom.core.errors import HeadloomError, unknown
 
 if TYPE_CHECKING:
-    from headloom.bench.asked import Named, Shape, Sizes
+    from headloom.bench.asked import ModelSize, Named, Sizes
     from headloom.bench.setting import Peak, Setting
 
 TRAINING = ("step", "train")
@@ -122,9 +122,9 @@ class Layer:
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="G. Default: each mechanism's own.")] = None
     head_dim: Annotated[int | None, typer.Option("--head-dim", help="K. Default: D / H.")] = None
 
-    def shape(self) -> Shape:
+    def shape(self) -> ModelSize:
         """The whole model of the size, at the layer's sizes."""
-        from headloom.bench.asked import Shape
+        from headloom.bench.asked import ModelSize
         from headloom.lab.spec.sizes import gated_width, get_size
 
         found, sizes = get_size(self.size), self.sizes()
@@ -136,7 +136,7 @@ class Layer:
             "vocab_size": found.vocab_size,
             "tie_embeddings": found.tie_embeddings,
         }
-        return Shape(found.name, found.tokens, arguments)
+        return ModelSize(found.name, found.tokens, arguments)
 
     def sizes(self) -> Sizes:
         from headloom.bench.asked import Sizes
