@@ -113,7 +113,7 @@ class Common:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class LayerOptions:
     """The options that say how large a layer is."""
 
     size: Size = "tiny"
@@ -154,7 +154,7 @@ class Layer:
 @with_groups
 def speed(
     common: Common,
-    layer: Layer,
+    layer: LayerOptions,
     tokens: Tokens = None,
     modes: Annotated[
         str,
@@ -220,7 +220,7 @@ def speed(
 @with_groups
 def memory(
     common: Common,
-    layer: Layer,
+    layer: LayerOptions,
     tokens: Tokens = None,
     against: Against = None,
     against_plain: AgainstPlain = False,
@@ -250,7 +250,7 @@ def memory(
 @with_groups
 def decode(
     common: Common,
-    layer: Layer,
+    layer: LayerOptions,
     contexts: Annotated[str | None, typer.Option(help="Lengths of the prefill: 512,4096. Default: the size's.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Timed tokens after each.")] = 16,
     repeats: Repeats = 3,
@@ -296,7 +296,7 @@ def models(
     from headloom.bench.asked import check_counts, check_models
 
     common.check()
-    shapes = [Layer(size=name).shape() for name in words(sizes)]
+    shapes = [LayerOptions(size=name).shape() for name in words(sizes)]
     points: dict[str, Any] = {
         "tokens": whole_numbers("tokens", tokens, []),
         "batch_sizes": whole_numbers("batch-size", common.batch_size, [1, 4]),

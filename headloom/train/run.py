@@ -160,7 +160,7 @@ def train(
         before_training = values(model.state_dict(), shown)  # of a run that goes on too: its checkpoint is read later
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
         if writes:
-            folders.prepare(folder, run.to_dict())
+            folders.prepare_folder(folder, run.to_dict())
         checkpoint, before = folders.made_before(folder)
         if checkpoint is not None and checkpoint.sharded != sharding.asked_for():
             raise HeadloomError(

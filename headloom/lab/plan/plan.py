@@ -20,7 +20,7 @@ from headloom.lab.plan.layers import (
     resolved_attention,
     run_config,
 )
-from headloom.lab.plan.places import run_folder
+from headloom.lab.plan.places import run_path
 from headloom.lab.spec.resolved import BudgetSpec, Shape, StudySpec, Variant
 from headloom.lab.spec.variants import refuse_duplicates
 
@@ -206,7 +206,7 @@ def _held(corpus: Corpus, documents: Sequence[Document]) -> Corpus:
 
 
 def _check_folders(spec: StudySpec) -> None:
-    folders = [run_folder(variant.label, 0) for variant in spec.variants]
+    folders = [run_path(variant.label, 0) for variant in spec.variants]
     for place, folder in enumerate(folders):
         if folder in folders[:place]:
             first, second = spec.variants[folders.index(folder)].label, spec.variants[place].label
