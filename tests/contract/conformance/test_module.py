@@ -226,7 +226,7 @@ def test_maps_rows_sum_to_one(spec):
     real = torch.ones(2, 5, dtype=torch.bool)
     real[0, :2] = False
     patterns = module.maps(x, padding=real).patterns.detach()
-    times = getattr(module, "pseudo", 1)
+    times = module.rows_per_token
     patterns = patterns.reshape(2, -1, 5 * times, 5 * times)
     sums = patterns.sum(-1)
     live = real.repeat_interleave(times, 1)[:, None].expand_as(sums)
