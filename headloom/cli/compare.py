@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from headloom.lab.compare import Comparison
+    from headloom.lab.results.comparison import Comparison
     from headloom.report.tables import Row
 
 WIDE = 195
@@ -108,9 +108,9 @@ def compare(
     Writes a folder with every run, results.json, results.csv and report.html. The same command over the same folder
     goes on where it was stopped.
     """
-    from headloom.lab.compare import Interrupted
     from headloom.lab.compare import compare as run
     from headloom.lab.run.progress import Bar
+    from headloom.lab.run.runner import Interrupted
 
     bar = Bar()
     with only_json_on_stdout(as_json) as stdout:

@@ -55,9 +55,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a study, or what is left of it: the same command over the same folder goes on where it was stopped."""
-    from headloom.lab.compare import Interrupted, run_study
     from headloom.lab.run.progress import Bar
+    from headloom.lab.run.runner import Interrupted
     from headloom.lab.spec.study import WrittenStudy
+    from headloom.lab.study import run_study
 
     given = {"engine.name": engine, "engine.address": address, "engine.track": track, "evaluations": evaluations}
     settings = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]

@@ -46,8 +46,7 @@ def build(
     """The model of a resolved run: a Llama, or the model of its `backbone`, with the run's attention, every tensor
     initialised by (seed, name). It knows the tokenizer's special tokens; device "meta" builds it without memory, for
     counting."""
-    specs = [(spec.mechanism, dict(spec.options)) for spec in run.specs]
-    what = specs[0] if len(specs) == 1 else specs
+    what = run.specs[0] if len(run.specs) == 1 else run.specs
     given: dict[str, Any] = {
         "vocab_size": run.vocab_size,
         "hidden_size": run.hidden_size,

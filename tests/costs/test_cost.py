@@ -54,7 +54,7 @@ def test_iha_over_fewer_kv_heads_and_paired():
 
 
 def test_grouped_heads_cost_the_scores_of_all_queries():
-    """Case 25: 8 query and 2 kv heads cost the score FLOPs of 8 and 8; head_dim is free."""
+    """8 query and 2 kv heads cost the score FLOPs of 8 and 8; head_dim is free."""
     eight, two = (
         cost("gqa" if g < 8 else "mha", hidden_size=64, num_heads=8, num_kv_heads=g, tokens=T) for g in (8, 2)
     )
@@ -78,7 +78,7 @@ def test_value_and_query_widths_are_not_padded():
 
 @pytest.mark.parametrize("name", list(hl.mechanisms()))
 def test_full_convention_equals_pytorchs_counter_on_plain_products(name: str):
-    """Case 26: full scores count as matmul - softmax - matmul; parts add up; backward is twice forward."""
+    """Full scores count as matmul - softmax - matmul; parts add up; backward is twice forward."""
     config = hl.mechanisms()[name].config_cls.tiny()
     attn = hl.attention(config)
     x = torch.randn(2, 7, config.hidden_size)
@@ -88,11 +88,12 @@ def test_full_convention_equals_pytorchs_counter_on_plain_products(name: str):
     ):  # one that scores otherwise has its closed form in its own test
         call = attn._prepare(x)
         with FlopCounterMode(display=False) as plain:
-            q, k, v = (y.repeat_interleave(call.q.shape[1] // y.shape[1], 1) for y in (call.q, call.k, call.v))
+            given = (call.q, *attn.expand(call.handle))
+            q, k, v = (y.repeat_interleave(call.q.shape[1] // y.shape[1], 1) for y in given)
             between = [hook or torch.nn.Identity() for hook in (attn.on_logits, attn.on_weights)]
             between[1](torch.softmax(between[0](q @ k.transpose(-1, -2)), -1)) @ v
         with FlopCounterMode(display=False) as ours:
-            attn.score(call.q, call.k, call.v, call.visibility)
+            attn.score(call.q, call.handle, call.visibility)
         assert ours.get_total_flops() == plain.get_total_flops()
     with FlopCounterMode(display=False) as forward:
         out = attn(x.requires_grad_())
@@ -114,7 +115,7 @@ def test_cost_is_json_and_refuses_nonsense():
 
 
 def test_tied_and_untied_models_cost_equal_flops():
-    """Case 25: vocabulary 10, width 4: equal FLOPs, 40 fewer parameters when tied."""
+    """Vocabulary 10, width 4: equal FLOPs, 40 fewer parameters when tied."""
     made = [
         hl.build_model(
             ("mha", {}), vocab_size=10, hidden_size=4, num_layers=1, num_heads=1, intermediate_size=8,

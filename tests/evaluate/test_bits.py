@@ -62,7 +62,7 @@ def test_a_uniform_model_pays_log2_of_the_vocabulary_a_token():
     assert measured.perplexity == pytest.approx(258, rel=1e-5)
 
 
-def test_perplexity_is_token_weighted_case_23():
+def test_perplexity_is_token_weighted():
     total = Total()
     for losses in ([0.1, 0.2, 0.1], [0.3, 0.5, 0.1, 0.4, 0.2]):
         total.add(torch.tensor(losses, dtype=torch.float64))
@@ -71,7 +71,7 @@ def test_perplexity_is_token_weighted_case_23():
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_uneven_rows_are_weighted_by_their_tokens_case_23(batch_size):
+def test_uneven_rows_are_weighted_by_their_tokens(batch_size):
     losses = [0.3, 0.5, 0.1, 0.4, 0.2, 0.1, 0.2, 0.1]  # context 6: a row of five predictions and the rest of three
     measured = bits_per_byte(Preset(losses), count(9), context=6, batch_size=batch_size)
     assert measured.tokens == 8

@@ -1,4 +1,4 @@
-"""Generation through transformers' caches: cached = uncached in every form (cases 3, 6, 12, 16, 17, 18, 19)."""
+"""Generation through transformers' caches: cached = uncached in every form."""
 
 import pytest
 import torch

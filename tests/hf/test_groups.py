@@ -1,4 +1,4 @@
-"""Optimizer groups (case 13): mixes, norms and biases without decay, every parameter once."""
+"""Optimizer groups: mixes, norms and biases without decay, every parameter once."""
 
 import pytest
 import torch

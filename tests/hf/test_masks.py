@@ -1,4 +1,4 @@
-"""What a model's tokens see: every form of mask, on every backend (cases 2, 4, 6, 7, 20)."""
+"""What a model's tokens see: every form of mask, on every backend."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""LoRA by PEFT on a graft (case 30): what a mechanism adds trains whole, is saved, reloaded and merged."""
+"""LoRA by PEFT on a graft: what a mechanism adds trains whole, is saved, reloaded and merged."""
 
 import pytest
 import torch

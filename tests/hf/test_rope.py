@@ -1,4 +1,4 @@
-"""Rotary scalings are transformers' own (case 21 for the width of tables)."""
+"""Rotary scalings are transformers' own."""
 
 import pytest
 import torch

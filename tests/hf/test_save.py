@@ -1,4 +1,4 @@
-"""Saving and loading (cases 28, 29): what is written, what comes back, and who fails to read it."""
+"""Saving and loading: what is written, what comes back, and who fails to read it."""
 
 import json
 import subprocess

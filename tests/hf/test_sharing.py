@@ -31,7 +31,7 @@ def storages(*models):
 @pytest.mark.parametrize("layers", [None, 1])
 def test_the_original_stays_as_it_was(llama, ids, tree, layers):
     """In training mode but for one module, half frozen, with a gradient, checkpointing and outputs captured once."""
-    model, x = llama(dtype=torch.float32), ids(2, 9)
+    model, x = llama(dtype=torch.float32, attention_dropout=0.5), ids(2, 9)
     before = call(model, x)
     model(x, labels=x, output_hidden_states=True).loss.backward()
     model.train()
@@ -46,6 +46,9 @@ def test_the_original_stays_as_it_was(llama, ids, tree, layers):
     assert [(path, grafted.get_submodule(path).training) for path, _ in flags] == flags
     assert grafted.is_activation_checkpointing and grafted.generation_config.max_new_tokens == 3
     assert grafted.generation_config is not model.generation_config
+    configs = [vars(module)["config"] for module in grafted.modules() if "config" in vars(module)]
+    assert all(c is grafted.config for c in configs if isinstance(c, LlamaConfig)) and type(model.config) is LlamaConfig
+    assert type(grafted.config).__name__ == "HeadloomLlamaConfig"
     assert all(mix.training for mix in grafted.model.layers[1].self_attn.children())
     assert torch.equal(call(model.eval(), x), before)
     assert torch.equal(model.generate(x[:1], do_sample=False), grafted.eval().generate(x[:1], do_sample=False))
@@ -223,10 +226,9 @@ def test_after_mixed_precision_is_unwrapped(llama, ids):
     with pytest.raises(HeadloomError, match=r"the forward of the model was replaced .*unwrap_model"):
         hl.graft(prepared, **IHA)
     grafted = hl.graft(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), **IHA)
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    with torch.no_grad():
-        apart = grafted(x, documents=documents).logits[:, 3:]
-        torch.testing.assert_close(apart, grafted(x[:, 3:]).logits, rtol=0, atol=1e-4)
+    assert "forward" in vars(model) and grafted.forward.__func__ is type(grafted).forward
+    apart = call(grafted, x, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))[:, 3:]
+    torch.testing.assert_close(apart, call(grafted, x[:, 3:]), rtol=0, atol=1e-4)
 
 
 def test_what_was_compiled_calls_the_original(llama):

@@ -13,9 +13,8 @@ from headloom.hf.grafting.backbone import read_backbone
 from headloom.lab.compare import compare_command, comparison_study
 from headloom.lab.plan import layers
 from headloom.lab.plan.layers import meta_model, run_config
-from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import StudySpec
-from headloom.lab.spec.variants import parse_variants
 from headloom.lab.study import Study
 from headloom.train.config import RunConfig
 from headloom.train.run import build
@@ -42,9 +41,8 @@ def folder(tmp_path_factory):
 
 
 def spec_of(variants="mha,iha", **given):
-    parsed = parse_variants(variants)
     common = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1, **given}
-    return resolve(comparison_study(parsed, "tiny", **common), kind="compare", variants=parsed)
+    return resolve_study(comparison_study(variants, **common), kind="compare")
 
 
 def test_a_config_is_the_backbone_of_every_variant(folder):
@@ -160,9 +158,9 @@ def test_every_knob_turns_or_is_refused(name, knob, published):
     )
     if knob == "heads" and name.startswith("gpt"):
         with pytest.raises(HeadloomError, match=f"the heads of a {name} model fill its width, so their number cannot"):
-            resolve(study)
+            resolve_study(study)
         return
-    spec = resolve(study)
+    spec = resolve_study(study)
     iha = spec.variants[1]
     shapes, matches = match_budgets(spec, layers.Counts(spec, 61))
     counted = layers.count_parameters(spec, iha, shapes["iha"], 61)

@@ -4,13 +4,13 @@ import pytest
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.plan.timing import Measured, match_time
-from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.study import Study
 
 
 def spec(*variants, **values):
     budgets = [{"match": "time", "knob": "steps", **values.pop("budget", {})}]
-    return resolve(Study.from_mapping({"variants": list(variants), "steps": 300, "budgets": budgets, **values}))
+    return resolve_study(Study.from_mapping({"variants": list(variants), "steps": 300, "budgets": budgets, **values}))
 
 
 def clock(seconds):
@@ -33,7 +33,7 @@ def match(found, seconds):
     return made.shapes, made.timing, made.matches, asked
 
 
-def test_a_slower_step_gets_fewer_steps_case_15():
+def test_a_slower_step_gets_fewer_steps():
     shapes, timing, matches, asked = match(
         spec("mha", "iha:pseudo_heads=2"), lambda label, shape: 0.0125 if label == "iha" else 0.01
     )
@@ -94,7 +94,7 @@ def test_real_steps_are_measured_interleaved(text_file, monkeypatch):
     from headloom.lab.plan.timing import step_times
 
     plan = make_plan(
-        resolve(
+        resolve_study(
             Study.from_mapping(
                 {
                     "variants": ["mha", "gqa"],

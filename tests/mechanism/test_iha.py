@@ -76,7 +76,7 @@ def test_paired_equals_the_independent_statement(options, base, kind):
     assert_matches(module, oracle, s, draw(2, 5, 11), **sides(kind))
 
 
-def test_case_9_visible_keys_per_pseudo_query():
+def test_visible_keys_per_pseudo_query():
     """T=3, P=2: 1,2,3,4,5,6 keys in virtual order, 2,2,4,4,6,6 in token order, all 6 without causality."""
     x = draw(1, 3, 11)
     for order, causal, counts in [
@@ -91,7 +91,7 @@ def test_case_9_visible_keys_per_pseudo_query():
         assert (oracle.patterns(dict(module.named_parameters()), x[0], s) != 0).sum(-1).tolist() == [counts] * 3
 
 
-def test_case_10_window_means_real_tokens():
+def test_window_means_real_tokens():
     """T=6, W=4, P=2 sees 2,4,6,8,8,8 pseudo-keys in token order and one fewer at each first pseudo-query else."""
     x = draw(1, 6, 11)
     module, _ = build(MHA, {"order": "token", "window": 4})
@@ -101,7 +101,7 @@ def test_case_10_window_means_real_tokens():
 
 
 @pytest.mark.parametrize("order", ["virtual", "token"])
-def test_case_10_packed_documents_do_not_leak(order):
+def test_packed_documents_do_not_leak(order):
     """Lengths [3, 2], P=2: pseudo-tokens 0-5 and 6-9 are two blocks, and each equals the document alone."""
     module, _ = build(MHA, {"order": order, "phase": order})
     x, documents = draw(1, 5, 11), torch.tensor([[0, 0, 0, 1, 1]])
@@ -112,7 +112,7 @@ def test_case_10_packed_documents_do_not_leak(order):
     assert_close(module(x, documents=documents).detach(), alone.detach(), "packed", 1e-12)
 
 
-def test_case_8_one_pseudo_head_is_a_reparameterisation():
+def test_one_pseudo_head_is_a_reparameterisation():
     """P=1, G=H, no norm: the mixes folded into the projections of a plain mha give the same output."""
     module, _s = build(MHA, {"pseudo_heads": 1})
     plain = hl.attention("mha", hidden_size=11, num_heads=3, head_dim=4).double()
@@ -128,7 +128,7 @@ def test_case_8_one_pseudo_head_is_a_reparameterisation():
     assert_close(module(x).detach(), plain(x).detach(), "folded output", 1e-13)
 
 
-def test_case_11_rotation_commutes_with_mixing_and_norm_does_not():
+def test_rotation_commutes_with_mixing_and_norm_does_not():
     """Mixing a norm's inputs differs from mixing its outputs, and the module does the second."""
     module, s = build(MHA, {"qk_norm": "head", "phase": "token"})
     x = draw(1, 5, 11)
@@ -156,7 +156,7 @@ def test_case_11_rotation_commutes_with_mixing_and_norm_does_not():
 @pytest.mark.parametrize("collapse", ["full", "head", "mean"])
 @pytest.mark.parametrize("base", [MHA, GQA], ids=["mha", "gqa"])
 def test_maps_equal_the_oracle_and_reproduce_the_output(base, collapse):
-    """Case 31: every pseudo-head pattern, and M with out_h = sum_m M[h, m] v_m."""
+    """Every pseudo-head pattern, and M with out_h = sum_m M[h, m] v_m."""
     module, s = build(base, {"collapse": collapse})
     x = draw(1, 5, 11)
     maps, w = module.maps(x), dict(module.named_parameters())

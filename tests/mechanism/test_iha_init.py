@@ -1,4 +1,4 @@
-"""Initialisations of iha: exact where mechanisms.md says exact, not exact where it says so, and never stuck."""
+"""Initialisations of iha: exact where its docstring says exact, not exact where it says so, never stuck."""
 
 import itertools
 
@@ -86,7 +86,7 @@ def test_identity_in_virtual_order_is_not_exact():
 
 
 def test_carrier_values():
-    """The numbers of mechanisms.md: last pseudo-head identity, others pick head (h+1+p) mod H, e of zero sum over p."""
+    """As the docstring of iha says: last pseudo-head identity, others pick head (h+1+p) mod H, e of zero sum over p."""
     iha = hl.attention("iha", **SIZES, num_kv_heads=2, pseudo_heads=3, init="carrier", order="token", phase="token")
     q, k, v, o = (getattr(iha, f"{n}_mix").weight.detach() for n in ("q", "k", "v", "out"))
     for h, p, m in itertools.product(range(4), range(3), range(4)):
@@ -165,13 +165,13 @@ def deviations(iha, base, steps=10):
 
 @pytest.mark.parametrize("kv", [4, 2])
 @pytest.mark.parametrize("options", EXACT, ids=["-".join(map(str, o.values())) for o in EXACT])
-def test_case_35_pseudo_heads_come_apart(options, kv):
+def test_pseudo_heads_come_apart(options, kv):
     base, iha = pair(kv, options, {})
     for name, share in deviations(iha, base).items():
         assert share > 1e-3, f"{name}: pseudo-heads move together ({share:.1e})"
 
 
-def test_case_35_paired_identity_comes_apart():
+def test_paired_identity_comes_apart():
     base, iha = pair(4, {"init": "identity", "interaction": "paired", "phase": "token", "collapse": "mean"}, {})
     for name, share in deviations(iha, base).items():
         assert share > 1e-3, f"{name}: pairs move together ({share:.1e})"

@@ -185,7 +185,7 @@ def test_identity_separates_the_copies_of_v():
 
 @pytest.mark.parametrize("rotary", [10000.0, None])
 @pytest.mark.parametrize(("order", "aggregate"), [(o, a) for o, a, k in IDENTITY if k == 3])
-def test_case_35_every_row_gets_a_gradient_within_two_steps(order, aggregate, rotary):
+def test_every_row_gets_a_gradient_within_two_steps(order, aggregate, rotary):
     """Only feature_k.1's bias on unrotated features never does (a shift of a row's logits)."""
     _base, sas = identity_pair(4, order, aggregate, 3, rope_theta=rotary)
     optimizer = torch.optim.AdamW(sas.parameters(), lr=1e-2, weight_decay=0.0)

@@ -91,7 +91,7 @@ def start(name, **options):
         ("tpa", {"base": "tpa", "num_kv_heads": 6}),
     ],
 )
-def test_case_14_the_start_is_the_base(name, options, kind):
+def test_the_start_is_the_base(name, options, kind):
     """The common fault, an identity added to a mix that already is one, doubles the logits."""
     module, base = start(name, **options)
     x = 2 * draw(2, 5, 11)

@@ -91,7 +91,7 @@ def test_tokens_go_on_in_the_document_that_a_cache_ends_with():
 
 
 def test_expanded_pseudo_tokens():
-    """Case 9 at the mask: T=3, P=2 rows see 1..6 (virtual) or 2,2,4,4,6,6 (token) keys; after a cache all of it too."""
+    """T=3, P=2 rows see 1..6 (virtual) or 2,2,4,4,6,6 (token) keys; after a cache all of it too."""
     causal = torch.ones(1, 3, 3, dtype=torch.bool).tril()
     assert expand_rows(causal, 0, 2, True)[0].sum(-1).tolist() == [1, 2, 3, 4, 5, 6]
     assert expand_rows(causal, 0, 2, False)[0].sum(-1).tolist() == [2, 2, 4, 4, 6, 6]

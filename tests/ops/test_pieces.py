@@ -1,4 +1,4 @@
-"""Pieces: their union is exactly what the words of mechanisms.md make visible, each pair once."""
+"""Pieces: their union is exactly what may be seen by the definition in oracles/common.py, each pair once."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Rotary tables: half-split, wide enough for any model type (case 21), scaled once."""
+"""Rotary tables: half-split, wide enough for any model type, scaled once."""
 
 import math
 
@@ -18,7 +18,7 @@ def test_half_split_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_case_21_tables_are_wide(dtype):
+def test_tables_are_wide(dtype):
     """2048 positions at width 32: float32 tables whatever the model's type, wrong by float32's rounding only."""
     positions = torch.arange(2048)
     cos, sin = Rotary(10000.0, 32).tables(positions, dtype)

@@ -74,7 +74,7 @@ def test_unequal_widths_stay_fused(widths):
 @pytest.mark.parametrize("elements", [1, 500, 1 << 24])
 @pytest.mark.parametrize("rows", [None, ROWS["left"], ROWS["alternating"]], ids=["none", "left", "alternating"])
 def test_blocks_of_any_size(elements, rows, monkeypatch):
-    """Case 5 and 7: the materialised path equals the fused one, forward and backward, however it is cut."""
+    """The materialised path equals the fused one, forward and backward, however it is cut."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS", elements)
     documents = None if rows is None else torch.tensor(rows)
     for T, causal, window, P in itertools.product((3, 19), (True, False), (None, 4), (1, 2)):
@@ -89,7 +89,7 @@ def test_blocks_of_any_size(elements, rows, monkeypatch):
             torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
-def test_case_1_dead_row():
+def test_dead_row():
     """Boolean mask [[T, F], [F, F]]: the dead row exactly 0, gradients finite, the live row v[0]."""
     q, k, v = (torch.randn(1, 1, 2, 4, requires_grad=True) for _ in range(3))
     seen = torch.tensor([[[True, False], [False, False]]])

@@ -1,7 +1,7 @@
 """Slow float64 oracles: Python loops over tokens, heads and pseudo-heads, written from the equations.
 
 They take plain tensors by state-dict name and a plain settings object (`oracles.common.settings`), return tensors that
-autograd can differentiate, and share no code with the package: where oracle and package disagree, read mechanisms.md.
+autograd can differentiate, and share no code with the package: where the two disagree, read the paper.
 """
 
 from types import ModuleType

@@ -12,7 +12,7 @@ Weights = dict[str, Tensor]
 
 
 def settings(mechanism: str, **options: Any) -> SimpleNamespace:
-    """The named options with the defaults of mechanisms.md filled in, independently of the package's configs."""
+    """The named options with their defaults filled in, independently of the package's configs."""
     s = SimpleNamespace(
         head_dim=None, num_kv_heads=None, value_dim=None, causal=True, window=None, qk_norm=None, norm_eps=1e-6,
         rope_theta=10000.0, rotary_dim=None, softcap=None, projection="linear", score="softmax", scale=None,
@@ -67,7 +67,7 @@ def visible(
 
 
 class Row:
-    """One batch row's positions, documents and real tokens; `sees(i, j)` is the visibility of mechanisms.md."""
+    """One batch row's positions, documents and real tokens; `sees(i, j)` defines who sees whom."""
 
     def __init__(self, tokens: int, s: SimpleNamespace, positions=None, padding=None, documents=None) -> None:
         self.s = s

@@ -1,4 +1,4 @@
-"""Interleaved Head Attention, both readings, from the numbered steps of mechanisms.md."""
+"""Interleaved Head Attention, both readings, from the steps that the docstring of headloom/mechanism/iha.py numbers."""
 
 import math
 

@@ -22,7 +22,7 @@ def draw(T, S, P, widths=(6, 6), dtype=torch.float64, H=4, G=2):
 
 
 def pairs(T, S, causal, window, P, virtual, rows=None):
-    """(2, T P, S P) bool by the words of mechanisms.md."""
+    """(2, T P, S P) bool by the definition in `oracles.common`."""
     out = torch.zeros(2, T * P, S * P, dtype=torch.bool)
     for b, t, n in itertools.product(range(2), range(T), range(S)):
         i, document = S - T + t, [0] * S if rows is None else rows[b]

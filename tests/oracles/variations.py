@@ -1,4 +1,4 @@
-"""One list of small configs to run a whole suite on: every registered mechanism, every option it admits, once each."""
+"""Lists of small configs to run a whole suite on: every registered mechanism, and every option it admits."""
 
 import dataclasses
 import typing
@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from headloom.contract.bases.base import BASES, options_of
 from headloom.contract.config import AttentionConfig
 
 COMMON: list[dict[str, Any]] = [
     {"causal": False},
     {"window": 2},
-    {"causal": False, "window": 2},
     {"window": 1},
     {"window": 3},
     {"rope_theta": None},
@@ -21,57 +19,68 @@ COMMON: list[dict[str, Any]] = [
     {"qk_norm": "head"},
     {"qk_norm": "width"},
     {"softcap": 0.8},
-    {"qkv_bias": True, "out_bias": True},
+    {"qkv_bias": True},
+    {"out_bias": True},
     {"scale": 0.4},
     {"value_dim": 3},
     {"projection": "bit"},
 ]
-PLAIN = 3  # of them for mechanisms that only choose the number of key/value heads
+FIELDS = {field.name for field in dataclasses.fields(AttentionConfig)}
 
 
-def configs(mechanisms: dict[str, Any], lean: bool = False) -> list[Any]:
-    """pytest params of (name, config): tiny(), its `variations()`, each common option, each choice of each Literal,
-    and the mechanism over each other base that it admits.
+def changes(cls: Any) -> list[dict[str, Any]]:
+    """Single changes of `tiny()`: the common options, each choice of each Literal, numbers of key/value heads, what
+    `variations()` change, and the other bases. Which go together, the config says when it is built."""
+    tiny = cls.tiny()
+    before = tiny.to_dict()
+    found = [*COMMON, *({"num_kv_heads": g} for g in range(1, tiny.num_heads) if tiny.num_heads % g == 0)]
+    found += [{k: v for k, v in c.to_dict().items() if v != before.get(k)} for c in varied(cls)]
+    found += [{"base": base} for base in cls.bases if base != tiny.base]
+    found = [change for change in found if accepted(cls, change)]
+    return found + [change for change in own_choices(cls) if change not in found]
 
-    `lean` leaves out the common options beyond causality and windows, for the slow tests.
-    """
+
+def own_choices(cls: Any) -> list[dict[str, Any]]:
+    """Each choice of each Literal or truth value among a config's options, but those of `tiny()`."""
+    hints, tiny, found = typing.get_type_hints(cls), cls.tiny(), []
+    for field in dataclasses.fields(cls):
+        choices = literals(hints[field.name])
+        if hints[field.name] is bool and field.name not in FIELDS:
+            choices = [True, False]
+        # "packed" projections are made by hl.pack_bits from trained ones, with tests of their own
+        found += [{field.name: c} for c in choices if c != "packed" and c != getattr(tiny, field.name)]
+    return found
+
+
+def varied(cls: Any) -> list[Any]:
+    """The further configs that a mechanism offers for tests."""
+    offered = getattr(cls, "variations", None)
+    return list(offered()) if offered is not None else []
+
+
+def accepted(cls: Any, change: dict[str, Any]) -> bool:
+    """Whether the mechanism can be built with this change."""
+    try:
+        return bool(cls.tiny(**change) != cls.tiny())
+    except ValueError:
+        return False
+
+
+def configs(mechanisms: dict[str, Any], few: bool = False) -> list[Any]:
+    """pytest params of (name, config): tiny(), its `variations()`, without causality, and, unless `few`, with a window
+    and each choice that the mechanism adds to the common ones."""
     params = []
-    common = len(dataclasses.fields(AttentionConfig))
-    shared = set(options_of(base for base in BASES if not issubclass(BASES[base].options, AttentionConfig)))
     for name, info in mechanisms.items():
-        cls, tiny = info.config_cls, info.config_cls.tiny
-        found = {"tiny": tiny()}
-        offered = getattr(cls, "variations", None)
-        for config in offered() if offered is not None else ():
-            found.setdefault(label(tiny(), config), config)
-        hints = typing.get_type_hints(cls)
-        # adds no option: its own test has them all against the oracle
-        plain = len({field.name for field in dataclasses.fields(cls)} - shared) == common
-        changes = COMMON[:PLAIN] if plain or lean else list(COMMON)
-        for field in dataclasses.fields(cls)[common if lean else 0 :] if not plain else ():
-            # "packed" projections are made by hl.pack_bits from trained ones, with tests of their own
-            choices = [choice for choice in literals(hints[field.name]) if choice != "packed"]
-            changes += [{field.name: choice} for choice in choices]
-        heads = tiny().num_heads
-        changes += [{"num_kv_heads": g} for g in range(1, heads) if heads % g == 0 and not lean]
-        changes += [change for base in cls.bases if base != tiny().base for change in over(base, cls, hints, lean)]
-        for change in changes:
-            try:
-                config = tiny(**change)
-            except ValueError:
-                continue
-            if config != tiny():
-                found.setdefault(label(tiny(), config), config)
+        cls = info.config_cls
+        found = {"tiny": cls.tiny()}
+        alone = [{"causal": False}]
+        if not few:
+            alone += [{"window": 2}, *(c for c in own_choices(cls) if not set(c) & FIELDS)]
+        built = [cls.tiny(**change) for change in alone if accepted(cls, change)]
+        for config in (*varied(cls), *built):
+            found.setdefault(label(cls.tiny(), config), config)
         params += [pytest.param((name, config), id=f"{name}-{text}") for text, config in found.items()]
     return params
-
-
-def over(base: str, cls: Any, hints: dict[str, Any], lean: bool) -> list[dict[str, Any]]:
-    """Changes for a mechanism over another base; one that grouped keys are a case of (mha, mqa) needs no options."""
-    if base in ("gqa", "mha", "mqa"):
-        return [] if lean else [{"base": base}]
-    options = [] if lean else [*COMMON[:PLAIN], *({"cache": choice} for choice in literals(hints.get("cache")))]
-    return [{"base": base, **option} for option in [{}, *options]]
 
 
 def only(admits: Callable[[str, Any], bool]) -> Callable[[Any], Any]:
@@ -82,14 +91,6 @@ def only(admits: Callable[[str, Any], bool]) -> Callable[[Any], Any]:
         return test
 
     return mark
-
-
-def accepts(config: Any, **changes: Any) -> bool:
-    """Whether the mechanism can be built with these changes."""
-    try:
-        return bool(config.replace(**changes))
-    except ValueError:
-        return False
 
 
 def literals(annotation: Any) -> list[Any]:

@@ -51,7 +51,7 @@ def numbers(folder):
 
 @pytest.mark.parametrize("cuts", [(3, 5), (1,), (6,)])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_six_steps_are_two_and_two_and_two_case_32(data, tokenizer, make_config, tmp_path, cuts, accumulation):
+def test_six_steps_are_two_and_two_and_two(data, tokenizer, make_config, tmp_path, cuts, accumulation):
     """Cut in steps 3 and 5: 2 + 2 + 2 steps. Weights, losses and norms are bit-equal, with attention dropout."""
     run = make_config(
         specs=[("iha", {"pseudo_heads": 2, "dropout": 0.1})], accumulation_steps=accumulation, evaluations=2

@@ -92,7 +92,7 @@ def test_the_trainer_feeds_exactly_the_runs_order(run_tiny, data, make_config, m
 
 
 @every_mechanism
-def test_accumulation_changes_neither_loss_nor_gradient_case_22(run_tiny, mechanism):
+def test_accumulation_changes_neither_loss_nor_gradient(run_tiny, mechanism):
     records = {}
     for cuts in (1, 2, 4):
         result, folder = run_tiny(accumulation_steps=cuts, batch_size=8, steps=3, make_model=build, specs=[mechanism])

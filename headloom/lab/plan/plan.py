@@ -21,7 +21,7 @@ from headloom.lab.plan.layers import (
     run_config,
 )
 from headloom.lab.plan.places import run_folder
-from headloom.lab.spec.resolved import BudgetSpec, Shape, StudySpec, VariantSpec
+from headloom.lab.spec.resolved import BudgetSpec, Shape, StudySpec, Variant
 from headloom.lab.spec.variants import refuse_duplicates
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def make_plan(spec: StudySpec, on_corpus: Callable[[Corpus], None] | None = None
 
     corpus = load_corpus(spec.data, text_column=spec.text_column)
     tokenizer = make_tokenizer(spec.tokenizer, [document.text for document in corpus.train])
-    longest = max(variant.shape.tokens for variant in spec.variants)
+    longest = max(shape.tokens for shape in spec.shapes.values())
     corpus, chosen_by = (corpus, None) if spec.selection_bytes is None else _split_validation(corpus, spec)
     if on_corpus is not None:
         on_corpus(corpus)
@@ -147,7 +147,7 @@ def make_plan(spec: StudySpec, on_corpus: Callable[[Corpus], None] | None = None
 
 def match_budgets(spec: StudySpec, counts: Counts) -> tuple[dict[str, Shape], dict[str, tuple[Match, ...]]]:
     """Every variant's shape at the budgets that can be counted, one after the other."""
-    shapes = {variant.label: variant.shape for variant in spec.variants}
+    shapes = spec.shapes
     matches: dict[str, tuple[Match, ...]] = {variant.label: () for variant in spec.variants}
     for budget in spec.budgets:
         if budget.match == "time":
@@ -169,7 +169,7 @@ def match_budgets(spec: StudySpec, counts: Counts) -> tuple[dict[str, Shape], di
     return shapes, matches
 
 
-def _targets_first(spec: StudySpec, budget: BudgetSpec) -> list[VariantSpec]:
+def _targets_first(spec: StudySpec, budget: BudgetSpec) -> list[Variant]:
     """The variants in an order in which a target's own budgets come before those that are matched to it."""
     targets = {spec.target(budget, variant) for variant in spec.variants}
     return sorted(spec.variants, key=lambda variant: variant.label not in targets)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.plan.budget import Match, setting, turned
-from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, VariantSpec
+from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, Variant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -128,7 +128,7 @@ def match_time(
 def _timings(
     spec: StudySpec,
     shapes: Mapping[str, Shape],
-    new: Sequence[VariantSpec],
+    new: Sequence[Variant],
     measure: Measure,
     known: Mapping[str, Timing],
 ) -> dict[str, Timing]:
@@ -160,7 +160,7 @@ def _in_its_samples(mine: Timing, now: Timing, then: Timing) -> list[float]:
     return [a / b * c for a, b, c in zip(*three, strict=True)] if alike else []
 
 
-def _timed(variant: VariantSpec, budget: BudgetSpec, shape: Shape, step: float, seconds: float) -> tuple[Shape, Match]:
+def _timed(variant: Variant, budget: BudgetSpec, shape: Shape, step: float, seconds: float) -> tuple[Shape, Match]:
     knobs = budget.knobs_of(variant)
     if "steps" in knobs:
         shape = shape.model_copy(update={"steps": max(1, round(seconds / step))})

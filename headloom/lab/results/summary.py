@@ -24,7 +24,7 @@ from headloom.lab.results.statistics import (
     spread,
     summary,
 )
-from headloom.lab.spec.resolved import StudySpec, VariantSpec
+from headloom.lab.spec.resolved import StudySpec, Variant
 from headloom.records.runs import FAILURE, MIXES, PICTURES, RESULT
 
 UNIT = "bits per byte"
@@ -185,7 +185,7 @@ def summarise(
 
 def _variant(
     spec: StudySpec,
-    variant: VariantSpec,
+    variant: Variant,
     runs: Sequence[Mapping[str, Any]],
     quality: Quality,
     compared: Mapping[tuple[str, str], Difference],

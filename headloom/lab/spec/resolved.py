@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headloom.core.errors import HeadloomError
+from headloom.lab.spec.options import show
 
 Count = Annotated[int, Field(ge=1)]
 LONGEST_STEPS = 10_000_000
@@ -38,6 +41,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "tokens": ("tokens",),
     "batch_size": ("batch_size", "eval_batch_size"),
 }
+
+
+# What every layer of every variant takes from the model's size: a variant that sets one is not a variant of attention.
+OF_THE_SIZE = ("hidden_size", "num_heads", "head_dim")
 
 
 class _Strict(BaseModel):
@@ -71,23 +78,56 @@ class Shape(_Strict):
         return self.steps * self.tokens_a_step
 
 
-class VariantSpec(_Strict):
-    """A mechanism or a schedule of layers, its options as given, and the label it goes by.
+class Variant(_Strict):
+    """One attention that is compared: a mechanism or a schedule of layers by name, its options, and how it is compared.
 
-    defaulted: the options that came from defaults.toml. against: the label of the variant it is compared with, None for
-    one that others are compared with. group: how the labels of its group end.
-    shape: before budgets are matched. settings: the axes in which it was set apart. knobs: match -> its own knobs.
+    options: as given, each of the type its config has; what is not given is the mechanism's own default. defaulted:
+    the options that came from defaults.toml. label: what it goes by in tables and folders.
+    Of a study: against: the label of the variant it is compared with, None for one that others are compared with.
+    group: how the labels of its group end. shape: before budgets are matched. settings: the axes in which it was set
+    apart. knobs: match -> the knobs turned for it, where they are its own.
     """
 
-    label: str = Field(min_length=1)
+    label: str = ""
     mechanism: str
     options: dict[str, Any] = {}
     defaulted: tuple[str, ...] = ()
-    against: str | None
+    against: str | None = None
     group: str = ""
-    shape: Shape
+    shape: Shape | None = None
     settings: dict[str, int] = {}
     knobs: dict[Match, tuple[Knob, ...]] = {}
+
+    @property
+    def text(self) -> str:
+        """Mechanism and options as one writes them; the text that is read back as they are."""
+        given = (f"{name}={show(value)}" for name, value in sorted(self.options.items()))
+        return ":".join([self.mechanism, *given])
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence on each option that nobody gave and that is not the mechanism's own default either."""
+        return [
+            f"{self.label or self.mechanism} runs with {name}={show(self.options[name])}: the comparison's default, "
+            "used where none is given."
+            for name in self.defaulted
+        ]
+
+    def layers(self, shape: Shape) -> list[tuple[str, dict[str, Any]]]:
+        """(mechanism, options) of every layer of a model of this shape."""
+        from headloom.mechanism.schedules import layers_of
+
+        found = layers_of(self.mechanism, self.options, num_layers=shape.num_layers, tokens=shape.tokens)
+        for mechanism, options in found:
+            refuse_sizes(mechanism, options)
+        return found
+
+
+def refuse_sizes(mechanism: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that every layer of every variant takes from the model's size."""
+    for name in OF_THE_SIZE:
+        if name in options:
+            raise HeadloomError(f"{mechanism} sets {name}, which all variants share: choose it for all with --size")
 
 
 class BudgetSpec(_Strict):
@@ -99,7 +139,7 @@ class BudgetSpec(_Strict):
     target: str | None = None
     convention: Literal["exact", "full"] = "exact"
 
-    def knobs_of(self, variant: VariantSpec) -> tuple[Knob, ...]:
+    def knobs_of(self, variant: Variant) -> tuple[Knob, ...]:
         return variant.knobs.get(self.match, self.knobs)
 
 
@@ -115,7 +155,7 @@ class StudySpec(_Strict):
     title: str
     question: str
     size: str
-    variants: tuple[VariantSpec, ...] = Field(min_length=2)
+    variants: tuple[Variant, ...] = Field(min_length=2)
     reference: str
     budgets: tuple[BudgetSpec, ...]
     axes: tuple[Axis, ...]
@@ -140,8 +180,13 @@ class StudySpec(_Strict):
     compile: Literal["inductor", "aot_eager"] | None
     checkpoint_activations: bool
 
-    def variant(self, label: str) -> VariantSpec:
+    def variant(self, label: str) -> Variant:
         return next(variant for variant in self.variants if variant.label == label)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Label -> the sizes and length of training before budgets are matched."""
+        return {variant.label: variant.shape for variant in self.variants if variant.shape is not None}
 
     @property
     def against(self) -> dict[str, str | None]:
@@ -151,7 +196,7 @@ class StudySpec(_Strict):
     def budget(self, match: Match) -> BudgetSpec | None:
         return next((budget for budget in self.budgets if budget.match == match), None)
 
-    def target(self, budget: BudgetSpec, variant: VariantSpec) -> str | None:
+    def target(self, budget: BudgetSpec, variant: Variant) -> str | None:
         """The label whose budget `variant` is to have; None where it sets its own."""
         found = budget.target + variant.group if budget.target else variant.against
         return None if found == variant.label else found
@@ -159,7 +204,7 @@ class StudySpec(_Strict):
     @property
     def steps(self) -> int:
         """Of the reference."""
-        return self.variant(self.reference).shape.steps
+        return self.shapes[self.reference].steps
 
     @property
     def has_grid(self) -> bool:

@@ -46,8 +46,8 @@ class _Written(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Entry(_Written):
-    """A variant, or several by `sweep`.
+class WrittenVariant(_Written):
+    """A variant, or several by `sweep`; also given as its `use` alone, or as a pair (use, options).
 
     use: "iha:pseudo_heads=2". options: more options of it, with YAML's types. label: what it is called. set: axes in
     which it is set apart, each declared in the study's `axes`. sweep: axis or option -> the values it takes, every
@@ -65,7 +65,10 @@ class Entry(_Written):
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"use": value}
+        pair = isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+        return {"use": value[0], "options": value[1]} if pair else value
 
 
 class Budget(_Written):
@@ -142,7 +145,7 @@ class WrittenStudy(_Written):
     tokens: Annotated[int, Strict(), Field(ge=2)] | None = None
     batch_size: Int | None = None
     steps: Annotated[int, Strict(), Field(ge=1, le=10_000_000)] | None = None
-    variants: Annotated[tuple[Entry, ...], BeforeValidator(_one_or_more)] = Field(min_length=1)
+    variants: Annotated[tuple[WrittenVariant, ...], BeforeValidator(_one_or_more)] = Field(min_length=1)
     options: dict[str, dict[str, Any]] = {}
     axes: tuple[Axis, ...] = ()
     groups: tuple[dict[Axis, Int], ...] = ()
@@ -226,7 +229,7 @@ def _merged(before: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, An
 
 
 _PARTS: dict[str, type[BaseModel]] = {
-    "variants": Entry,
+    "variants": WrittenVariant,
     "budgets": Budget,
     "backbone": Backbone,
     "engine": EngineOptions,

@@ -1,6 +1,7 @@
-"""`spec` runs a test on every registered mechanism and every option it admits, `lean` on fewer common options.
+"""`spec` runs a test on every registered mechanism, its own choices and variations, one at a time; `few` on less.
 
-`causal` is `spec` without encoders. A test marked by `oracles.variations.only` runs where its condition holds.
+A test marked by `oracles.variations.only` runs where its condition holds. `mechanism` is the name of each: most tests
+of it draw options from `oracles.strategies`, several at once.
 """
 
 from oracles.variations import configs
@@ -9,8 +10,9 @@ import headloom as hl
 
 
 def pytest_generate_tests(metafunc):
+    if "mechanism" in metafunc.fixturenames:
+        metafunc.parametrize("mechanism", sorted(hl.mechanisms()))
     admits = getattr(metafunc.function, "admits", lambda name, config: True)
-    for fixture in {"spec", "lean", "causal"} & set(metafunc.fixturenames):
-        found = configs(hl.mechanisms(), lean=fixture == "lean")
-        found = [p for p in found if admits(*p.values[0]) and (fixture != "causal" or p.values[0][1].causal)]
-        metafunc.parametrize(fixture, found)
+    for fixture in {"spec", "few"} & set(metafunc.fixturenames):
+        found = configs(hl.mechanisms(), few=fixture == "few")
+        metafunc.parametrize(fixture, [p for p in found if admits(*p.values[0])])

@@ -1,123 +1,147 @@
-"""Cached equals uncached, for every mechanism (case 16): token by token, in chunks, padded, shifted, windowed."""
+"""Cached equals uncached, for every mechanism: whatever comes in whatever portions, the uncached call is the model."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from oracles.compare import assert_close, draw
 from oracles.modules import module_of
-from oracles.variations import accepts, only
+from oracles.strategies import STATE, configs, examples, paddings
+from oracles.variations import only
 
 import headloom as hl
 
-CHUNKS = {"ones": [1] * 7, "chunks": [3, 1, 2, 1], "prefill": [5, 1, 1], "at once": [7], "two": [5, 2]}
+STEPS, MOST = 6, 4  # portions of a run, tokens of a portion
 
 
-def run(module, x, chunks, *, positions=None, padding=None, whole_padding=False):
-    cache, out, start = hl.Cache(), [], 0
-    for size in chunks:
-        part = slice(start, start + size)
-        call = {}
-        if positions is not None:
-            call["positions"] = positions[..., part]
-        if padding is not None:
-            call["padding"] = padding[:, : start + size] if whole_padding else padding[:, part]
-        out.append(module(x[:, part], cache=cache, **call).detach())
-        start += size
-    return torch.cat(out, dim=1), cache
+class Told:
+    """What a run has told of its tokens so far: lists of columns, one value a row."""
+
+    def __init__(self, batch):
+        self.batch = batch
+        self.real, self.documents, self.positions = ([[] for _ in range(batch)] for _ in range(3))
+
+    def extended(self, tokens, real=None, documents=None, positions=None):
+        """A copy with a call's tokens. Without document ids a token goes on in the document of the last real one, and a
+        stated position that does not exceed that one's opens a new document."""
+        new = Told(self.batch)
+        for b in range(self.batch):
+            past = len(self.real[b])
+            new.real[b] = [*self.real[b], *([True] * tokens if real is None else real[b].tolist())]
+            stated = positions is not None
+            places = positions[b].tolist() if stated else range(past, past + tokens)
+            new.positions[b] = [*self.positions[b], *places]
+            new.documents[b] = list(self.documents[b])
+            for i in range(past, past + tokens):
+                seen = [j for j in range(i) if new.real[b][j]]
+                current = new.documents[b][seen[-1]] if seen else 0
+                if documents is not None:
+                    current = int(documents[b, i - past])
+                elif seen and stated and new.real[b][i] and new.positions[b][i] <= new.positions[b][seen[-1]]:
+                    current += 1
+                new.documents[b].append(current)
+        return new
+
+    @property
+    def call(self):
+        return {
+            "padding": torch.tensor(self.real, dtype=torch.bool),
+            "documents": torch.tensor(self.documents),
+            "positions": torch.tensor(self.positions),
+        }
 
 
-@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-def test_cached_equals_uncached(causal, chunks):
-    module = module_of(causal)
-    x = draw(2, 7, causal[1].hidden_size)
-    found, cache = run(module, x, chunks)
+class Portions(RuleBasedStateMachine):
+    """Tokens come in portions, which a cache remembers or only looks at; some are padding, some open documents."""
+
+    name = ""
+
+    @initialize(data=st.data())
+    def start(self, data):
+        self.config = data.draw(configs(self.name, lambda config: config.causal))
+        batch = data.draw(st.integers(1, 2))
+        self.module, self.cache, self.told = module_of((self.name, self.config)), hl.Cache(), Told(batch)
+        self.x = draw(batch, STEPS * MOST, self.config.hidden_size)
+        reach = st.none() if self.name in STATE else st.none() | st.integers(1, 5)
+        window = data.draw(reach)
+        self.mask = {} if window is None else {"mask": hl.Window(window)}
+
+    @property
+    def past(self):
+        return self.cache.length(0)
+
+    def portion(self, tokens, call, told, update):
+        past, nbytes = self.past, self.cache.nbytes()
+        part = self.x[:, past : past + tokens]
+        found = self.module(part, cache=self.cache, update_cache=update, **self.mask, **call).detach()
+        want = self.module(self.x[:, : past + tokens], **self.mask, **told.call).detach()[:, past:]
+        assert_close(found, want, "cached", 1e-9)
+        if update:
+            self.told = told
+        assert self.past == past + update * tokens
+        assert update or self.cache.nbytes() == nbytes
+
+    def told_of(self, tokens, kinds, data):
+        """What a call says of its tokens, and the run's account of it."""
+        call, batch = {}, self.told.batch
+        last = [max(documents, default=0) for documents in self.told.documents]
+        if "padding" in kinds:
+            call["padding"] = data.draw(paddings(batch, tokens))
+        if "documents" in kinds:  # going on in the last one, or opening others
+            opens = data.draw(st.lists(st.sampled_from([0, 0, 1]), min_size=tokens, max_size=tokens))
+            call["documents"] = torch.tensor(last)[:, None] + torch.tensor(opens).cumsum(0)
+        if "positions" in kinds:  # with a gap, or from the start
+            first = data.draw(st.sampled_from([0, self.past, self.past + 3]))
+            call["positions"] = (first + torch.arange(tokens)).expand(batch, -1)
+        told = self.told.extended(tokens, call.get("padding"), call.get("documents"), call.get("positions"))
+        if "padding" in kinds and data.draw(st.booleans()):
+            call["padding"] = told.call["padding"]  # over the cached tokens too
+        return call, told
+
+    @rule(
+        data=st.data(),
+        tokens=st.integers(1, MOST),
+        kinds=st.sets(st.sampled_from(["padding", "documents", "positions"])),
+        update=st.sampled_from([True, True, True, False]),
+    )
+    def more(self, data, tokens, kinds, update):
+        self.portion(tokens, *self.told_of(tokens, kinds, data), update)
+
+    @rule()
+    def one(self):
+        """A token of which nothing is said."""
+        self.portion(1, {}, self.told.extended(1), True)
+
+
+def test_any_portions(mechanism):
+    machine = type(f"Portions of {mechanism}", (Portions,), {"name": mechanism})
+    run_state_machine_as_test(machine, settings=settings(examples(2), stateful_step_count=STEPS))
+
+
+@only(lambda name, config: config.causal)
+@pytest.mark.parametrize("chunks", [[1] * 7, [5, 1, 1], [7]], ids=["ones", "prefill", "at once"])
+def test_cached_equals_uncached(spec, chunks):
+    module, x, cache = module_of(spec), draw(2, 7, spec[1].hidden_size), hl.Cache()
+    found = torch.cat([module(part, cache=cache).detach() for part in x.split(chunks, 1)], 1)
     assert_close(found, module(x).detach(), "cached", 1e-10)
     assert cache.length(0) == 7
 
 
-@pytest.mark.parametrize("chunks", [CHUNKS["ones"], CHUNKS["chunks"]], ids=["ones", "chunks"])
-def test_cached_with_a_position_offset(causal, chunks):
-    module = module_of(causal)
-    x = draw(2, 7, causal[1].hidden_size)
-    for positions in (torch.arange(7) + 5, torch.stack([torch.arange(7) + 5, torch.arange(7)])):
-        want = module(x, positions=positions).detach()
-        assert_close(run(module, x, chunks, positions=positions)[0], want, "offset", 1e-10)
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["call", "whole"])
-@pytest.mark.parametrize(
-    "chunks", [CHUNKS["ones"], CHUNKS["chunks"], CHUNKS["prefill"]], ids=["ones", "chunks", "prefill"]
-)
-def test_cached_with_left_padding(causal, chunks, whole):
-    """Case 17: prompts of 4 and 7 tokens left-padded to 7; padding given for the call or for cache and call."""
-    module = module_of(causal)
-    x = draw(2, 7, causal[1].hidden_size)
-    real = torch.ones(2, 7, dtype=torch.bool)
-    real[0, :3] = False
-    places = (real.long().cumsum(1) - 1).clamp(min=0)
-    for positions in (None, places):
-        want = module(x, padding=real, positions=positions).detach()
-        found, _ = run(module, x, chunks, positions=positions, padding=real, whole_padding=whole)
-        assert_close(found, want, "padded and cached", 1e-10)
-        assert_close(found[0, 3:], module(x[:1, 3:]).detach()[0], "padded and cached, alone", 1e-10)
-
-
-@only(lambda name, config: config.window is None and accepts(config, window=4))
-@pytest.mark.parametrize("chunks", [[1] * 12, [2] * 6, [5, 1, 1, 5]], ids=["ones", "twos", "mixed"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_case_6_window_four_with_a_cache(causal, chunks, padded):
-    """Ten and more decoded tokens at W=4 equal the uncached run at every step, left-padded too."""
-    name, config = causal
-    config = config.replace(window=4)
-    module = module_of((name, config))
-    x = draw(2, 12, config.hidden_size)
-    real = torch.ones(2, 12, dtype=torch.bool)
-    if padded:
-        real[1, :2] = False
-    want = module(x, padding=real if padded else None).detach()
-    found, _ = run(module, x, chunks, padding=real if padded else None)
-    assert_close(found, want, "window and cache", 1e-10)
-
-
-def test_case_18_reading_without_writing(causal):
-    """update_cache=False: same output as with writing, nothing written, and the next call is as if it never was."""
-    module = module_of(causal)
-    x, other = draw(2, 7, causal[1].hidden_size), draw(2, 2, causal[1].hidden_size, seed=8)
-    want = module(x).detach()
-    cache = hl.Cache()
-    module(x[:, :4], cache=cache)
-    nbytes = cache.nbytes()
-    first = module(x[:, 4:], cache=cache, update_cache=False).detach()
-    assert cache.length(0) == 4 and cache.nbytes() == nbytes
-    module(other, cache=cache, update_cache=False)
-    assert_close(first, want[:, 4:], "read only", 1e-10)
-    assert_close(module(x[:, 4:], cache=cache).detach(), want[:, 4:], "after reading", 1e-10)
-    assert cache.length(0) == 7
-
-
-def test_reading_an_empty_cache_writes_nothing(causal):
-    module = module_of(causal)
-    x = draw(2, 5, causal[1].hidden_size)
-    cache = hl.Cache()
+@only(lambda name, config: config.causal)
+def test_reading_an_empty_cache_writes_nothing(spec):
+    module, x, cache = module_of(spec), draw(2, 5, spec[1].hidden_size), hl.Cache()
     assert_close(module(x, cache=cache, update_cache=False).detach(), module(x).detach(), "empty cache", 1e-12)
     assert cache.length(0) == 0 and cache.nbytes() == 0
 
 
-def test_packed_prefill_then_more_of_the_last_document(causal):
-    """Documents are remembered: tokens that follow in document 1 see document 1 only."""
-    module = module_of(causal)
-    x = draw(1, 7, causal[1].hidden_size)
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    want = module(x, documents=documents).detach()
-    cache = hl.Cache()
-    parts = [module(x[:, a:b], documents=documents[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 7))]
-    assert_close(torch.cat(parts, 1).detach(), want, "packed and cached", 1e-10)
-
-
-def test_the_cache_holds_what_the_slots_say(causal):
+@given(data=st.data())
+def test_the_cache_holds_what_the_slots_say(mechanism, data):
     """Elements per token are cache_slots()'s heads times width, and constant_slots() whatever the number of tokens;
     the cache's type is the model's."""
-    module = module_of(causal, torch.float32)
-    x = draw(2, 5, causal[1].hidden_size).float()
+    config = data.draw(configs(mechanism, lambda config: config.causal))
+    module = module_of((mechanism, config), torch.float32)
+    x = draw(2, 5, config.hidden_size).float()
     sizes = []
     for tokens in (2, 5):
         cache = hl.Cache()
@@ -128,7 +152,7 @@ def test_the_cache_holds_what_the_slots_say(causal):
     assert sizes == [4 * 2 * (tokens * per_token + constant) for tokens in (2, 5)] and sizes[1] > 0
     held = cache.held(0)
     assert set(held.slots) == {*module.cache_slots(), *module.constant_slots()} and cache.length(0) == 5
-    for name, shape in module.constant_slots().items():
-        assert held.slots[name].shape == (2, *shape) and held.slots[name].dtype == torch.float32
-    for name, (heads, width) in module.cache_slots().items():
-        assert held.slots[name].shape == (2, heads, 5, width) and held.slots[name].dtype == torch.float32
+    for slot, shape in module.constant_slots().items():
+        assert held.slots[slot].shape == (2, *shape) and held.slots[slot].dtype == torch.float32
+    for slot, (heads, width) in module.cache_slots().items():
+        assert held.slots[slot].shape == (2, heads, 5, width) and held.slots[slot].dtype == torch.float32

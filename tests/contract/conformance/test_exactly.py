@@ -7,14 +7,13 @@ import torch
 from oracles.common import Row, settings
 from oracles.compare import assert_close, assert_matches, draw
 from oracles.modules import influence, module_of
+from oracles.strategies import LOOKS_BACK, STATE
 from oracles.variations import only
 
 import headloom as hl
 from headloom.core.errors import HeadloomError
 from headloom.mechanism import Attention
 
-LOOKS_BACK = {"deltaformer"}  # a mask in which a token sees a later one is refused
-STATE = {"linear"}  # a state of constant size stands for the cached tokens: no mask reaches into it
 ORACLES = {"mha": "gqa", "mqa": "gqa", "mfa_kr": "mfa"}
 RESTARTS = torch.tensor([0, 1, 2, 1, 2])  # positions of two continuations of one prefix
 
@@ -26,11 +25,10 @@ def pairs(name, T=5, seed=0):
     return some.tril() if name in LOOKS_BACK else some
 
 
-@only(lambda name, config: config.projection != "bit" and config.score != "hard")
-def test_the_given_pairs_are_seen_and_no_others(lean):
+def test_the_given_pairs_are_seen_and_no_others(spec):
     """No causality, no window, no documents from positions that start again."""
-    name, config = lean
-    module, mask = module_of(lean), pairs(name)
+    name, config = spec
+    module, mask = module_of(spec), pairs(name)
     wanted = mask[0]
     if name in LOOKS_BACK:  # a value already holds what its token has seen
         for _ in range(3):
@@ -40,13 +38,13 @@ def test_the_given_pairs_are_seen_and_no_others(lean):
 
 
 @only(lambda name, config: config == type(config).tiny())
-def test_values_are_the_oracles(lean, monkeypatch):
+def test_values_are_the_oracles(few, monkeypatch):
     """Outputs and every gradient, the oracle being told who sees whom."""
-    name, config = lean
+    name, config = few
     mask = pairs(name, seed=1)
     monkeypatch.setattr(Row, "sees", lambda row, i, j: bool(mask[0, i, j]))
     oracle = importlib.import_module(f"oracles.{ORACLES.get(name, name)}")
-    module, s = module_of(lean), settings(name, **config.to_dict())
+    module, s = module_of(few), settings(name, **config.to_dict())
 
     def call(x, **side):
         return module(x, mask=hl.Exactly(hl.Dense(mask)))
@@ -55,10 +53,10 @@ def test_values_are_the_oracles(lean, monkeypatch):
     assert_matches(call, oracle, s, draw(2, 5, config.hidden_size))
 
 
-def test_the_layers_own_rule_said_exactly_changes_nothing(lean):
+def test_the_layers_own_rule_said_exactly_changes_nothing(spec):
     """Exactly(what a layer shows by itself) gives what the layer gives, as pairs and as predicates."""
-    config = lean[1]
-    module, x = module_of(lean), draw(2, 5, config.hidden_size)
+    config = spec[1]
+    module, x = module_of(spec), draw(2, 5, config.hidden_size)
     rule = hl.Window(9)
     rule = rule & hl.Causal() if config.causal else rule
     rule = rule & hl.Window(config.window) if config.window else rule
@@ -69,11 +67,11 @@ def test_the_layers_own_rule_said_exactly_changes_nothing(lean):
 
 
 @only(lambda name, config: name not in STATE)
-def test_after_a_cache(lean):
+def test_after_a_cache(spec):
     """Two tokens over three cached ones under their rows of a mask, with padding that the cache remembers: all of it
     counts for nothing beside the mask."""
-    module, x = module_of(lean), draw(2, 5, lean[1].hidden_size)
-    mask = pairs(lean[0], seed=2)
+    module, x = module_of(spec), draw(2, 5, spec[1].hidden_size)
+    mask = pairs(spec[0], seed=2)
     mask[:, :3, 3:] = False
     want = module(x, mask=hl.Exactly(hl.Dense(mask)), positions=RESTARTS).detach()
     cache, first = hl.Cache(), hl.Exactly(hl.Dense(mask[:, :3, :3]))
@@ -86,9 +84,9 @@ def test_after_a_cache(lean):
     assert_close(module(x[:, 3:], **call).detach(), want[:, 3:], "after remembered padding", 1e-10)
 
 
-def test_what_is_stated_beside_it_still_holds(lean):
+def test_what_is_stated_beside_it_still_holds(spec):
     """Padding and documents that the caller gives in the same call restrict it further."""
-    module, x = module_of(lean), draw(2, 5, lean[1].hidden_size)
+    module, x = module_of(spec), draw(2, 5, spec[1].hidden_size)
     mask = hl.Exactly(hl.Dense(torch.ones(1, 5, 5, dtype=torch.bool).tril()))
     plain = hl.Exactly(hl.Causal())
     real = torch.tensor([[False, True, True, True, True], [True] * 5])

@@ -1,4 +1,4 @@
-"""Cases of shared use that concern attention: each test's name carries the number of its case."""
+"""What an attention computes, by small numbers that a reader can check by hand: masks, caches, costs, wrong calls."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def counts(out):
     return (out[0] > 0).sum(-1).tolist()
 
 
-def test_case_1_boolean_mask_with_a_dead_row():
+def test_boolean_mask_with_a_dead_row():
     module = randomise(hl.attention("mha", hidden_size=4, num_heads=1, causal=False).double())
     x = draw(1, 2, 4).requires_grad_()
     out = module(x, mask=hl.Dense(torch.tensor([[[True, False], [False, False]]])))
@@ -54,7 +54,7 @@ def test_case_1_boolean_mask_with_a_dead_row():
 
 
 @every
-def test_case_2_two_layers_with_left_padding(which):
+def test_two_layers_with_left_padding(which):
     """[[PAD,PAD,a,b],[a,b,c,d]] through two layers: no NaN, real rows as unpadded."""
     first, second = build(which), randomise(build(which), 1, 0.5)
     x = draw(2, 4, 11)
@@ -67,7 +67,7 @@ def test_case_2_two_layers_with_left_padding(which):
     assert_close(out[1].detach(), second(first(x[1:]))[0].detach(), "full row", 1e-10)
 
 
-def test_case_3_new_queries_see_the_cache():
+def test_new_queries_see_the_cache():
     module, x = counting()
     cache = hl.Cache()
     module(x[:, :4], cache=cache)
@@ -79,7 +79,7 @@ def test_case_3_new_queries_see_the_cache():
     assert counts(module(x[:, 3:5], cache=cache)) == [4, 5]
 
 
-def test_case_5_causal_equals_an_explicit_triangle():
+def test_causal_equals_an_explicit_triangle():
     module, encoder = build(EVERY["mha"]), build(EVERY["mha"], causal=False)
     encoder.load_state_dict(module.state_dict())
     x = draw(2, 7, 11)
@@ -91,7 +91,7 @@ def test_case_5_causal_equals_an_explicit_triangle():
 
 @pytest.mark.parametrize("softcap", [None, 5.0], ids=["fused", "blocks"])
 @pytest.mark.parametrize("how", ["config", "mask", "dense"])
-def test_case_6_window_of_four(how, softcap):
+def test_window_of_four(how, softcap):
     """S=8, W=4: rows see 1,2,3,4,4,4,4,4 keys, on every path; without causality 4,5,6,7,7,6,5,4."""
     for causal, want in ((True, [1, 2, 3, 4, 4, 4, 4, 4]), (False, [4, 5, 6, 7, 7, 6, 5, 4])):
         module, x = counting(causal=causal, softcap=softcap, window=4 if how == "config" else None)
@@ -104,7 +104,7 @@ def test_case_6_window_of_four(how, softcap):
 
 
 @every
-def test_case_7_padding_by_any_name(which):
+def test_padding_by_any_name(which):
     """Mask [F,T,T] with causal: padding=, Padding, Documents with -1 and a pair mask give the same, dead row 0."""
     module = build(which)
     x = draw(2, 3, 11)
@@ -132,7 +132,7 @@ def test_case_7_padding_by_any_name(which):
         ("sas", {"simulated_heads": 32, "simulated_width": 80, "cache": "base"}, 2048),
     ],
 )
-def test_case_12_cache_elements(name, options, elements):
+def test_cache_elements(name, options, elements):
     """H=G=16, K=64: base 2048 a token and layer, expanded P=2 4096; what the cache holds is what is said."""
     sizes = {"hidden_size": 16, "num_heads": 16, "head_dim": 64, **options}
     module = hl.attention(name, **sizes)
@@ -145,7 +145,7 @@ def test_case_12_cache_elements(name, options, elements):
 
 @pytest.mark.parametrize("order", ["virtual", "token"])
 @pytest.mark.parametrize("phase", ["virtual", "token"])
-def test_case_12_both_cache_forms_agree(order, phase):
+def test_both_cache_forms_agree(order, phase):
     a, b = (
         build(("iha", {"pseudo_heads": 2, "order": order, "phase": phase, "cache": c})) for c in ("base", "expanded")
     )
@@ -157,7 +157,7 @@ def test_case_12_both_cache_forms_agree(order, phase):
 
 
 @pytest.mark.parametrize("init", ["identity", "carrier"])
-def test_case_13_built_on_meta_mixes_are_still_the_identity(init):
+def test_built_on_meta_mixes_are_still_the_identity(init):
     with torch.device("meta"):
         module = hl.attention("iha", **SIZES, pseudo_heads=2, init=init, order="token", phase="token")
     module.to_empty(device="cpu")
@@ -175,7 +175,7 @@ def test_case_13_built_on_meta_mixes_are_still_the_identity(init):
 
 
 @every
-def test_case_16_teacher_forced(which):
+def test_teacher_forced(which):
     module = build(which)
     x = draw(2, 9, 11)
     for chunks in ([1] * 9, [4, 1, 3, 1]):
@@ -189,7 +189,7 @@ def test_case_16_teacher_forced(which):
 
 
 @every
-def test_case_18_beams(which):
+def test_beams(which):
     """Reading a cache without writing it lets two continuations of one prompt share it."""
     module = build(which)
     prompt, beams = draw(1, 4, 11), [draw(1, 2, 11, seed=s) for s in (7, 8)]
@@ -202,7 +202,7 @@ def test_case_18_beams(which):
 
 
 @every
-def test_case_20_restarting_positions(which):
+def test_restarting_positions(which):
     """[0,1,2,0,1]: token 0 does not move tokens 3 and 4; given documents win over restarts."""
     module = build(which)
     x = draw(1, 5, 11)
@@ -216,14 +216,14 @@ def test_case_20_restarting_positions(which):
     assert (a[:, 3:] - b[:, 3:]).abs().amax(-1).min() > 1e-6
 
 
-def test_case_20_token_two_sees_three_keys():
+def test_token_two_sees_three_keys():
     module, x = counting()
     assert counts(module(x[:, :5], positions=torch.tensor([0, 1, 2, 0, 1]))) == [1, 2, 3, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["mha", "iha", "sas"])
-def test_case_21_far_positions_in_half_precision(name, dtype):
+def test_far_positions_in_half_precision(name, dtype):
     """Shifting all positions by 2000 changes a half-precision output by rounding only: tables are float32."""
     torch.manual_seed(1)
     module = hl.attention(name, hidden_size=32, num_heads=2, head_dim=32, rope_theta=10000.0).to(dtype)
@@ -361,7 +361,7 @@ def test_score_flops_are_the_closed_forms(T, window, causal):
 
 
 def test_mha_flops_are_the_closed_forms():
-    """Projections 2 T D (H + 2 G) K + 2 T H K D, scores 2 T^2 H 2 K. Case 25: head_dim is free, 47 x 64 at D = 1024."""
+    """Projections 2 T D (H + 2 G) K + 2 T H K D, scores 2 T^2 H 2 K. head_dim is free, 47 x 64 at D = 1024."""
     cost = hl.cost("mha", tokens=32, hidden_size=1024, num_heads=47, head_dim=64)
     width = 47 * 64
     assert cost.flops_full == 2 * 32 * 1024 * width * 4 + 2 * 32 * 32 * width * 2
@@ -373,7 +373,7 @@ def test_mha_flops_are_the_closed_forms():
 
 
 def test_settings_and_configs_agree_on_defaults():
-    """The oracles' defaults, written from mechanisms.md, are the package's."""
+    """The oracles' defaults, written down apart from the package, are the package's."""
     for name, sizes in itertools.product(("mha", "gqa", "mqa", "iha", "sas"), ({"num_heads": 8}, {"num_heads": 4})):
         config, s = hl.make_config(name, hidden_size=48, **sizes), settings(name, hidden_size=48, **sizes)
         for key, value in vars(s).items():
