@@ -66,7 +66,7 @@ def attend(
     return torch.cat(outs, dim=2)
 
 
-def product(a_BRSH: Tensor, b_BRSK: Tensor) -> Tensor:
+def mean_product(a_BRSH: Tensor, b_BRSK: Tensor) -> Tensor:
     """(1/R) sum_r a[r, h] b[r], (B, H, S, K); (B, S, H, K) in memory."""
     return (a_BRSH.permute(0, 2, 3, 1) @ b_BRSK.transpose(1, 2)).transpose(1, 2) / a_BRSH.shape[1]
 
@@ -86,7 +86,7 @@ def _by_keys(q: Tensor, k: Factors, v: Factors, visibility: Visibility, first: i
     for begin, end in itertools.pairwise(cuts):
         pairs = None if visible is None else visible[:, :, begin:end]
         seen = Visibility(T, end - begin, structure and begin == own, None, None, pairs)
-        keys, values = (product(a[:, :, begin:end], b[:, :, begin:end]) for a, b in (k, v))
+        keys, values = (mean_product(a[:, :, begin:end], b[:, :, begin:end]) for a, b in (k, v))
         part, new = _part(q, keys, values, seen, scale)
         total = torch.logaddexp(lse, new)
         safe = total.masked_fill(total == -torch.inf, 0)  # a row that has seen nothing yet

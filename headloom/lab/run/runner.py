@@ -28,7 +28,7 @@ from headloom.lab.plan.places import folder_of
 from headloom.lab.plan.plan import Plan
 from headloom.lab.plan.timing import Measured, match_time
 from headloom.lab.results.comparison import Comparison
-from headloom.lab.results.summary import is_beyond, read_run, read_runs, summarise, write_results
+from headloom.lab.results.summary import is_beyond, read_runs, run_state, summarise, write_results
 from headloom.lab.run.engines import Engine, Listener, open_engine
 from headloom.lab.run.growth import arrange, timing_key
 from headloom.lab.run.progress import Progress
@@ -203,7 +203,7 @@ class Runner(Listener):
 
     def _is_finished(self, label: str, seed: int, rate: float) -> bool:
         """Whether a run's result is there and belongs to this very configuration."""
-        if read_run(self.spec, self.folder, label, seed, rate)["status"] != "finished":
+        if run_state(self.spec, self.folder, label, seed, rate)["status"] != "finished":
             return False
         place = self.folder / folder_of(self.spec, label, seed, rate)
         return CONFIG.read_if_there(place) == self.plan.run(label, seed, rate).to_dict()
