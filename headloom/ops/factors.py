@@ -100,7 +100,9 @@ def _part(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> tu
     lowered = pieces.lower(seen, q.shape[0])
     rule = [seen.T, seen.S, int(seen.causal), 0, 1, 0]
     flat = [number for piece in lowered or () for number in piece]
-    return torch.ops.headloom.scores(q, k, v, None, seen.pairs_BTS, rule, flat, lowered is None, scale)
+    given = (None, seen.pairs_BTS, rule, flat, lowered is None, scale)
+    found: tuple[Tensor, Tensor] = torch.ops.headloom.scores(q, k, v, *given)
+    return found
 
 
 def _logits(q_BHTK: Tensor, a_BRSH: Tensor, b_BRSK: Tensor) -> Tensor:

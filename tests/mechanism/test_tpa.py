@@ -288,7 +288,7 @@ def test_large_logits_stay_finite(dtype):
     module = hl.attention("tpa", hidden_size=32, num_heads=4).to(dtype).eval()
     x = torch.randn(2, 7, 32, dtype=dtype)
     ready = module._prepare(x)
-    k, _ = module.expand(ready.k, ready.v)
+    k, _ = module.expand(ready.handle)
     peak = (ready.q.float() @ k.float().transpose(-1, -2)).abs().max() * module._scale(ready.q)
     with torch.no_grad():
         module.q_a.weight.mul_((1e3 / peak) ** 0.5)

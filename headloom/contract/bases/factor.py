@@ -75,8 +75,8 @@ class FactorBase(Base[FactorOptions]):
         c = attn.config
 
         def factor(name: str, rank: int) -> Tensor:
-            flat: Tensor = getattr(attn, name)(x_BTD)
-            return flat.unflatten(-1, (rank, -1)).transpose(1, 2)
+            ranks: Tensor = getattr(attn, name)(x_BTD).unflatten(-1, (rank, -1))
+            return ranks.transpose(1, 2)
 
         if c.q_rank is None:
             q = attn.q_proj(x_BTD).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
