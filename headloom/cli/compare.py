@@ -148,12 +148,12 @@ def compare(
                 {"folder": str(comparison.folder), "report": str(comparison.report), **comparison.results}, stdout
             )
         else:
-            show(comparison, bar.noted)
+            show_comparison(comparison, bar.noted)
     if comparison.failed:
         raise typer.Exit(RUN_FAILED)
 
 
-def show(comparison: Comparison, noted: Sequence[str] = ()) -> None:
+def show_comparison(comparison: Comparison, noted: Sequence[str] = ()) -> None:
     """The table, the sentences and where the page is, for a terminal. noted: notes that were said before."""
     show_folder(comparison.folder, noted)
     console().print(f"The page: {comparison.report}", markup=False, soft_wrap=True)

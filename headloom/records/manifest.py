@@ -102,14 +102,21 @@ class AskedBudget(_View):
     tolerance: float
 
 
+class AskedBackbone(_View):
+    """The Hugging Face config around whose model every variant is built."""
+
+    model_type: str
+
+
 class StudyAsked(_View):
-    """What a report shows of a specification."""
+    """What a report shows of a specification. backbone: None for our own Llama."""
 
     size: str
     seeds: tuple[int, ...]
     learning_rates: tuple[float, ...]
     budgets: tuple[AskedBudget, ...]
     threads: int
+    backbone: AskedBackbone | None = None
 
 
 def _with_backbone(fields: Fields) -> Fields:

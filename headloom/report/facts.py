@@ -94,8 +94,9 @@ def in_short(study: StudyRecords) -> list[tuple[str, str]]:
     record, asked = study.manifest, study.asked
     first = next((variant for variant in study.variants if variant.against is None), study.variants[0])
     shape = first.shape
+    whose = f" {asked.backbone.model_type} config," if asked.backbone else ""
     model = (
-        f"{asked.size}: {shape.num_layers} layers, width {shape.hidden_size}, {shape.num_heads} heads, "
+        f"{asked.size}:{whose} {shape.num_layers} layers, width {shape.hidden_size}, {shape.num_heads} heads, "
         f"{first.parameters:,} parameters ({first.label})"
     )
     alike = len({variant.steps for variant in study.variants}) == 1

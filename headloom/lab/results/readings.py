@@ -102,7 +102,7 @@ def time_sentence(against: Mapping[str, str | None], read: Mapping[str, AtTime],
     return text.strip()
 
 
-def told_apart(
+def pairwise_differences(
     labels: Sequence[str], qualities: Mapping[str, Mapping[int, float]], steps: Mapping[str, int], timing: Timing
 ) -> list[Pair]:
     """What tells any two variants apart. qualities: label -> seed -> bits per byte."""

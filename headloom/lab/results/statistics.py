@@ -36,7 +36,7 @@ POWER = 0.8
 MOST_PAIRS = 1000  # beyond it the estimate says no more than that it is beyond
 
 
-def spread(values: Sequence[float]) -> Spread:
+def mean_and_sd(values: Sequence[float]) -> Spread:
     """Mean and sample standard deviation."""
     n = len(values)
     return Spread(n, statistics.fmean(values) if n else None, statistics.stdev(values) if n > 1 else None)
@@ -44,7 +44,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 def quality(values: Mapping[int, float]) -> Quality:
     """The spread of values by seed, with the values."""
-    found = spread(list(values.values()))
+    found = mean_and_sd(list(values.values()))
     return Quality(found.n, found.mean, found.sd, dict(values))
 
 
@@ -53,7 +53,7 @@ def paired_difference(variant: Mapping[int, float], reference: Mapping[int, floa
     from scipy import stats
 
     seeds = sorted(set(variant) & set(reference))
-    found = spread([variant[seed] - reference[seed] for seed in seeds])
+    found = mean_and_sd([variant[seed] - reference[seed] for seed in seeds])
     if found.mean is None or found.sd is None:
         return Difference(found.n, found.mean)
     standard_error = found.sd / math.sqrt(found.n)
@@ -91,7 +91,7 @@ def bootstrap(differences: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def _effect(mean: float, variant: Sequence[float], reference: Sequence[float]) -> float | None:
-    noise = math.sqrt(((spread(variant).sd or 0.0) ** 2 + (spread(reference).sd or 0.0) ** 2) / 2)
+    noise = math.sqrt(((mean_and_sd(variant).sd or 0.0) ** 2 + (mean_and_sd(reference).sd or 0.0) ** 2) / 2)
     return mean / noise if noise > 0 else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headloom.lab.plan.fairness import differences, flatten
-from headloom.lab.results.readings import at_time, time_sentence, told_apart
+from headloom.lab.results.readings import at_time, pairwise_differences, time_sentence
 from headloom.lab.results.remarks import remarks
 from headloom.lab.results.runs import KnownRun, RunReader
 from headloom.lab.results.statistics import correct, listed, paired_difference, quality, sentence, summary
@@ -82,7 +82,7 @@ def summarise(
         summary=summary(compared, unit=UNIT, condition=condition(spec)),
         notes=(*notes, *remarks(spec, folder, runs, timing, curves=curve_texts, ends=quality_texts)),
         warnings=tuple(_warnings(variants)),
-        pairs=tuple(pair for group in _groups(spec) for pair in told_apart(group, qualities, steps, timing)),
+        pairs=tuple(pair for group in _groups(spec) for pair in pairwise_differences(group, qualities, steps, timing)),
         quality_text=next(iter(quality_texts), ""),
         curve_text=next(iter(curve_texts), ""),
         config_differences=differing,

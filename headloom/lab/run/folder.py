@@ -14,7 +14,7 @@ from headloom.records.manifest import RUNS, STUDY, STUDY_YAML, Manifest
 DEFAULT_NAME = "headloom-compare"
 
 
-def open_folder(
+def open_study_folder(
     out: Path | str | None, study_hash: str, resolved: Mapping[str, Any], *, default: str = DEFAULT_NAME
 ) -> Path:
     """The folder for the study with this hash, made if absent.
