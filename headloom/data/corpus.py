@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headloom.core.errors import HeadloomError, near
 from headloom.data.sources import Document, file_documents, folder_documents, is_model, numbered, stdlib_documents
-from headloom.data.tables import TABLES, TEXT, LeftOut, hub_rows, is_saved, saved_splits
+from headloom.data.tables import TABLES, TEXT, LeftOut, hub_rows, is_saved, need_package, saved_splits
 
 DEFAULT_LIMIT_BYTES = 64 * 2**20
 VALIDATION_SHARE = 0.1
@@ -124,7 +124,9 @@ def _is_hub_id(spec: str, column: str | None) -> bool:
         _no_column(column, "the standard library")
         return False
     if path.is_dir():
-        if not is_saved(path) and is_model(path):
+        if is_saved(path):
+            need_package("datasets", f"data set '{spec}'")
+        elif is_model(path):
             raise HeadloomError(
                 f"'{spec}' holds a model (its config.json says so), no text: give a text file or a folder of texts"
             )
@@ -132,6 +134,8 @@ def _is_hub_id(spec: str, column: str | None) -> bool:
     if path.is_file():
         if path.suffix.lower() not in TABLES:
             _no_column(column, f"'{spec}'")
+        elif path.suffix.lower() == ".parquet":
+            need_package("pyarrow", f"'{spec}'")
         return False
     if path.exists():
         raise HeadloomError(
@@ -143,6 +147,7 @@ def _is_hub_id(spec: str, column: str | None) -> bool:
         and path.suffix.lower() not in (*TABLES, ".txt", ".md", ".py")
     )
     if looks_like_id and not spec.startswith("."):
+        need_package("datasets", f"'{spec}' is no file or folder here, and a Hugging Face data set")
         return True
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = near(path.name, beside) or near(spec, ["stdlib"])

@@ -1,12 +1,16 @@
 """Rows of tables as texts: .jsonl, .json, .csv, .tsv, .parquet, data sets that `datasets` saved, and those of the hub.
 
-Every reader yields the strings of one column. A row without a value (null) is left out and counted; a column that is
-not there, or holds something else than text, is refused.
+Every reader yields the strings of one column. A row without a value (null) is left out and counted. A column that does
+not exist, or whose values are not text, is refused. Parquet needs pyarrow, and data sets need datasets: both come with
+`pip install 'headloom[data]'`.
 """
 
 from __future__ import annotations
 
+import csv
+import importlib.util
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +20,7 @@ from headloom.core.errors import HeadloomError, near
 
 TEXT = "text"
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-_CSV_BLOCK = 2**26  # bytes; a row must fit into one
+_LONGEST_FIELD = min(sys.maxsize, 2**31 - 1)  # of a CSV, in characters; by default Python's reader takes 131,072
 
 
 class LeftOut:
@@ -38,13 +42,21 @@ class LeftOut:
         return "; ".join(parts)
 
 
+def need_package(package: str, what: str) -> None:
+    """Raise HeadloomError unless a package of the extra `data` is installed. `what`: "file 'x.parquet'"."""
+    if importlib.util.find_spec(package) is None:
+        raise HeadloomError(
+            f"{what} is read with the package '{package}', which is not installed: pip install 'headloom[data]'"
+        )
+
+
 def table_rows(path: Path, column: str, left: LeftOut) -> Iterator[str]:
     """The texts of one table. Raises HeadloomError when it is none, or has no such column of text."""
     ending = path.suffix.lower()
     if ending == ".parquet":
         return _parquet_rows(path, column, left)
     if ending in (".csv", ".tsv"):
-        return _csv_rows(path, column, left, "," if ending == ".csv" else "\t")
+        return _csv_rows(path, column, "," if ending == ".csv" else "\t")
     if ending == ".jsonl":
         return _jsonl_rows(path, column, left)
     rows = json_rows(path)
@@ -83,6 +95,7 @@ def saved_splits(folder: Path, column: str, left: LeftOut) -> dict[str, Iterator
 
     Raises HeadloomError when it cannot be loaded, or a split has no such column of text.
     """
+    need_package("datasets", f"data set '{folder}'")
     import datasets
 
     try:
@@ -101,6 +114,7 @@ def hub_rows(name: str, column: str, left: LeftOut) -> Iterator[str]:
 
     Raises HeadloomError, one line, for whatever stops that.
     """
+    need_package("datasets", f"Hugging Face data set '{name}'")
     try:
         import datasets
 
@@ -138,6 +152,7 @@ def _jsonl_rows(path: Path, column: str, left: LeftOut) -> Iterator[str]:
 
 
 def _parquet_rows(path: Path, column: str, left: LeftOut) -> Iterator[str]:
+    need_package("pyarrow", f"'{path}'")
     import pyarrow
     import pyarrow.parquet
 
@@ -153,27 +168,25 @@ def _parquet_rows(path: Path, column: str, left: LeftOut) -> Iterator[str]:
             yield from _texts(batch.to_pylist(), column, f"'{path}'", left)
 
 
-def _csv_rows(path: Path, column: str, left: LeftOut, delimiter: str) -> Iterator[str]:
+def _csv_rows(path: Path, column: str, delimiter: str) -> Iterator[str]:
     """The first line names the columns; quoted values may hold commas, quotes and line ends."""
-    import pyarrow
-    from pyarrow import csv
-
-    options = {
-        "read_options": csv.ReadOptions(block_size=_CSV_BLOCK, use_threads=False),
-        "parse_options": csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        "convert_options": csv.ConvertOptions(column_types={column: pyarrow.string()}),
-    }
+    csv.field_size_limit(_LONGEST_FIELD)
     try:
-        with csv.open_csv(path, **options) as table:
-            _check(table.schema.names, column, f"'{path}'")
-            for batch in table:
-                yield from _texts(
-                    ({column: text} for text in batch.column(column).to_pylist()), column, f"'{path}'", left
-                )
-    except (pyarrow.ArrowException, OSError) as error:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            table = csv.reader(stream, delimiter=delimiter, strict=True)
+            names = next(table, None)
+            if names is None:
+                raise csv.Error("it is empty")
+            _check(names, column, f"'{path}'")
+            place = names.index(column)
+            for row in filter(None, table):
+                if len(row) != len(names):
+                    raise csv.Error(f"line {table.line_num} has {len(row)} values, and there are {len(names)} columns")
+                yield row[place]
+    except (csv.Error, OSError, UnicodeDecodeError) as error:
         raise HeadloomError(
-            f"'{path}' is no table in UTF-8 whose first line names its columns ({one_line(error)}). Check the file, or "
-            "give it the ending .txt to read it as one text."
+            f"'{path}' is not a table in UTF-8 whose first line names its columns ({one_line(error)}). Check the file, "
+            "or give it the ending .txt to read it as one text."
         ) from None
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from headloom.core.errors import HeadloomError, near
 
@@ -33,22 +33,19 @@ def evaluation_bytes(tokens_trained: int, evaluations: int) -> int:
     return 2 ** max(10, math.floor(math.log2(max(1.0, allowed))))
 
 
-class LayerSpec(BaseModel):
+class LayerSpec(NamedTuple):
     """A mechanism by name with its options, as `hl.attention(mechanism, **options)` takes them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    mechanism: Annotated[str, Field(min_length=1)]
+    options: dict[str, Any] = {}  # noqa: RUF012  # nobody writes into it
 
-    mechanism: str = Field(min_length=1)
-    options: dict[str, Any] = Field(default_factory=dict)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_pair(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return {"mechanism": value}
-        if isinstance(value, (tuple, list)) and len(value) == 2:
-            return {"mechanism": value[0], "options": value[1]}
-        return value
+def _by_name(value: Any) -> Any:
+    """A mechanism's name alone is one without options."""
+    return (value,) if isinstance(value, str) else value
+
+
+Layer = Annotated[LayerSpec, BeforeValidator(_by_name), PlainSerializer(LayerSpec._asdict)]
 
 
 class Recipe(BaseModel):
@@ -160,7 +157,7 @@ class RunConfig(Recipe):
     and must not be given. None: a Llama.
     """
 
-    specs: tuple[LayerSpec, ...] = Field(min_length=1)
+    specs: tuple[Layer, ...] = Field(min_length=1)
     hidden_size: int = Field(ge=1)
     num_layers: int = Field(ge=1)
     num_heads: int = Field(ge=1)
@@ -189,6 +186,7 @@ class RunConfig(Recipe):
         return self
 
     def to_dict(self) -> dict[str, Any]:
+        """As JSON values; what a backbone says itself is left out where there is one."""
         return self.model_dump(mode="json", exclude=_OF_THE_BACKBONE if self.backbone else {"backbone"})
 
 

@@ -32,7 +32,7 @@ from headloom.records.surroundings import Machine
 from headloom.train import checkpoints, sharding, tracking
 from headloom.train import folder as folders
 from headloom.train.config import Recipe, RunConfig, check_device
-from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
+from headloom.train.trainer import OnProgress, ParameterGroups, Recorder, RunTrainer
 from headloom.train.weights import checksum, drawn, mixing_weights, pictures, values
 
 R = TypeVar("R", bound=Recipe)
@@ -46,8 +46,7 @@ def build(
     """The model of a resolved run: a Llama, or the model of its `backbone`, with the run's attention, every tensor
     initialised by (seed, name). It knows the tokenizer's special tokens; device "meta" builds it without memory, for
     counting."""
-    specs = [(spec.mechanism, dict(spec.options)) for spec in run.specs]
-    what = specs[0] if len(specs) == 1 else specs
+    what = run.specs[0] if len(run.specs) == 1 else run.specs
     given: dict[str, Any] = {
         "vocab_size": run.vocab_size,
         "hidden_size": run.hidden_size,
@@ -119,7 +118,7 @@ def train(
     data: TokenData,
     tokenizer: PreTrainedTokenizerFast,
     folder: str | Path,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
     *,
     selection: TokenStream | None = None,
     flops_per_token: float | None = None,
@@ -161,7 +160,7 @@ def train(
         before_training = values(model.state_dict(), shown)  # of a run that goes on too: its checkpoint is read later
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
         if writes:
-            folders.prepare(folder, run.to_dict())
+            folders.prepare_folder(folder, run.to_dict())
         checkpoint, before = folders.made_before(folder)
         if checkpoint is not None and checkpoint.sharded != sharding.asked_for():
             raise HeadloomError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -12,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.data.corpus import load_corpus
+from headloom.data.corpus import check_corpus, load_corpus
 
 
 def write_parquet(path: Path, **columns: list) -> Path:
@@ -139,6 +140,35 @@ def test_a_number_in_a_csv_is_text_as_it_is_spelt(tmp_path):
     corpus = load_corpus(path)
     assert sorted(texts((*corpus.train, *corpus.validation))) == ["007", "1.50", "True"]
     assert corpus.left_out == "left out of file 't.csv': blank texts 1"
+
+
+@pytest.mark.parametrize(("kind", "package"), [("t.parquet", "pyarrow"), ("one", "datasets"), ("a/b", "datasets")])
+def test_a_missing_package_is_named_before_anything_is_read(tmp_path, monkeypatch, saved, kind, package):
+    write_parquet(tmp_path / "t.parquet", text=ROWS)
+    few_texts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    source = saved / kind if kind == "one" else kind
+    needs = rf"{kind}'.* read with the package '{package}', which is not installed: pip install 'headloom\[data\]'"
+    for refused in (check_corpus, load_corpus):
+        with pytest.raises(HeadloomError, match=needs):
+            refused(source)
+    if kind == "t.parquet":
+        with pytest.raises(HeadloomError, match=needs):
+            load_corpus(tmp_path)  # which holds it, beside texts
+
+
+def test_a_csv_may_have_long_values_and_says_which_line_is_wrong(tmp_path):
+    long = "a word, and another " * 20_000  # longer than Python's reader takes by default
+    rows = [["text", "n"], [long, 1], [], ["second\nline", 2]]
+    with (tmp_path / "t.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(rows)
+    corpus = load_corpus(tmp_path / "t.csv")
+    assert sorted(texts((*corpus.train, *corpus.validation))) == [long, "second\nline"]
+    with pytest.raises(HeadloomError, match=r"line 3 has 3 values, and there are 2 columns"):
+        load_corpus(bad(tmp_path, "ragged.csv", b"text,id\na,1\nb,2,3\n"))
+    with pytest.raises(HeadloomError, match="not a table in UTF-8"):
+        load_corpus(bad(tmp_path, "open.csv", b'text,id\n"a,1\n'))
 
 
 def test_a_column_for_what_has_none_is_refused(tmp_path):
