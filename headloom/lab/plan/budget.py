@@ -58,7 +58,8 @@ def nearest(count: Callable[[int], float], target: float, *, start: int, widest:
     """The value >= 1 at which `count` is nearest to `target`.
 
     Args:
-        count: rises with the value; where it raises HeadloomError there is no such model, and the next value counts.
+        count: rises with the value. Where it raises HeadloomError no model of that size can be built, and the next
+            larger value is tried.
         start: a value to begin at.
     """
     known: dict[int, Nearest] = {}
@@ -101,6 +102,7 @@ class Match:
 
     @property
     def relative(self) -> float:
+        """How far the count is from the target, as a share of it: 0.01 is one per cent above."""
         return self.count / self.target - 1
 
     @classmethod

@@ -199,7 +199,7 @@ def _grown(label: str, knob: str, shapes: Mapping[str, Shape], target: str, meas
             break
         try:
             ratio(guess)
-        except HeadloomError:  # no such model: the next one up, once
+        except HeadloomError:  # invalid size: try the next larger
             ratios[guess] = float("inf")
             guess += 1
             continue

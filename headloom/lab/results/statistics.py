@@ -44,6 +44,7 @@ class Spread:
     sd: float | None
 
     def to_dict(self) -> dict[str, float | int | None]:
+        """As JSON values."""
         return asdict(self)
 
 
@@ -70,6 +71,7 @@ class Difference:
     more_seeds: int | None = None
 
     def to_dict(self) -> dict[str, float | int | str | None]:
+        """As JSON values."""
         return asdict(self)
 
 

@@ -65,6 +65,7 @@ class Runner(Listener):
 
     @property
     def spec(self) -> StudySpec:
+        """The study, resolved."""
         return self.plan.spec
 
     def run(self) -> Comparison:
@@ -211,16 +212,20 @@ class Runner(Listener):
     # what the engine says
 
     def started(self, job: Job) -> None:
+        """Pass on that a run begins."""
         self.progress.run(job.name, self._numbers[job.name])
 
     def step(self, job: Job, step: int, loss: float) -> None:
+        """Pass on how far a run is."""
         self.progress.step(self._numbers[job.name], step, loss)
 
     def done(self, job: Job, result: dict[str, Any]) -> None:
+        """Write the results again, now with this run."""
         text = f"{result['bits_per_byte']:.4f} bits per byte after {result['train_seconds']:.1f} s"
         self._ran(job, text)
 
     def failed(self, job: Job, reason: str) -> None:
+        """Record why a run failed, and write the results again."""
         assert job.folder is not None
         place = Path(job.folder)
         if not FAILURE.is_in(place):

@@ -1,4 +1,4 @@
-"""What a study is, resolved: nothing is left to a default that could change later.
+"""A resolved study: every value is filled in, and nothing depends on a default that could change later.
 
 `headloom.lab.spec.study.Study` is what people write; `headloom.lab.spec.resolve` makes this of it.
 """
@@ -22,7 +22,7 @@ Quantity = Literal["parameters", "flops", "cache", "time", "tokens"]
 Knob = Literal["F", "layers", "heads", "width", "steps"]
 Axis = Literal["F", "layers", "heads", "head_dim", "width", "steps", "tokens", "batch_size"]
 
-# What a knob moves; a budget whose knob moves it not cannot be kept, nor one that a later knob moves again.
+# What each knob changes. A budget can be kept only if its knob changes it and no later knob changes it again.
 MOVES: dict[str, frozenset[str]] = {
     "F": frozenset({"parameters", "flops", "time"}),
     "layers": frozenset({"parameters", "flops", "time", "cache"}),
@@ -75,6 +75,7 @@ class Shape(_Strict):
 
     @property
     def tokens_trained(self) -> int:
+        """Tokens predicted in the whole run."""
         return self.steps * self.tokens_a_step
 
 
@@ -140,6 +141,7 @@ class BudgetSpec(_Strict):
     convention: Literal["exact", "full"] = "exact"
 
     def knobs_of(self, variant: Variant) -> tuple[Knob, ...]:
+        """The knobs turned for a variant: its own if it names some, else the budget's."""
         return variant.knobs.get(self.match, self.knobs)
 
 
@@ -181,6 +183,7 @@ class StudySpec(_Strict):
     checkpoint_activations: bool
 
     def variant(self, label: str) -> Variant:
+        """The variant of that label."""
         return next(variant for variant in self.variants if variant.label == label)
 
     @property
@@ -194,6 +197,7 @@ class StudySpec(_Strict):
         return {variant.label: variant.against for variant in self.variants}
 
     def budget(self, match: Quantity) -> BudgetSpec | None:
+        """The budget that makes this quantity equal, if the study has one."""
         return next((budget for budget in self.budgets if budget.match == match), None)
 
     def target(self, budget: BudgetSpec, variant: Variant) -> str | None:
@@ -208,6 +212,7 @@ class StudySpec(_Strict):
 
     @property
     def has_grid(self) -> bool:
+        """Whether learning rates are tried and the best one chosen for each variant."""
         return len(self.learning_rates) > 1
 
 

@@ -107,8 +107,10 @@ def parse_variants(
             its own options.
         at_least: how many there must be.
 
-    An option that neither gives is taken from defaults.toml, then from the mechanism. Raises HeadloomError for unknown
-    names (with the near ones), for duplicates, for fewer than `at_least`, and for options that belong to the size.
+    Options left unset fall back to defaults.toml, then to the mechanism's own defaults.
+
+    Raises HeadloomError for unknown names (with the near ones), for duplicates, for fewer than `at_least`, and for
+    options that belong to the size.
     """
     given = check_variants(variants, settings, at_least=at_least)
     parsed = [parse_variant(one) for one in given]
