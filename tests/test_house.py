@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import statistics
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -148,6 +149,34 @@ def test_files_are_short(path: Path):
     assert len(path.read_text().splitlines()) <= 400
 
 
+def test_most_files_are_neither_long_nor_crumbs():
+    sizes = [len(path.read_text().splitlines()) for path in FILES if path.name != "__init__.py"]
+    assert 100 <= statistics.median(sizes) <= 200
+
+
+COMMAND = "a command, and the function that it calls"
+# names of several classes or functions, and why they may share it
+SHARED = {
+    "attend": "softmax(Q K^T) V by one score path each",
+    "weigh": "softmax(Q K^T) by one score path each",
+    "markdown": "what the module makes, as Markdown",
+    "main": "entry points of the command line",
+    **dict.fromkeys(("compare", "cost", "decode", "finetune", "memory", "speed", "train"), COMMAND),
+}
+
+
+def test_a_name_has_one_meaning():
+    """Of public classes and functions of modules: who searches for a name finds one thing."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    several = {name: where for name, where in places.items() if len(where) > 1}
+    assert not {name: where for name, where in several.items() if name not in SHARED}
+    assert set(SHARED) <= set(several), "what is shared no more leaves the list"
+
+
 def test_nothing_above_the_mechanisms_names_a_mechanism():
     """`if name == "iha"` above their floor would make a new mechanism touch more than its own file."""
     quoted = re.compile(rf"""["']({"|".join(mechanisms())})["']""")
@@ -215,3 +244,13 @@ def test_repository_speaks_of_itself_alone():
     for path in [*FILES, *REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("tests/**/*.py")]:
         if path.name != "test_house.py":
             assert not machine.search(path.read_text()), path
+
+
+def test_every_public_function_of_the_laboratory_says_what_it_does():
+    for path in (ROOT / "lab").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                methods = node.body if isinstance(node, ast.ClassDef) else []
+                for one in (node, *(part for part in methods if isinstance(part, ast.FunctionDef))):
+                    where = f"{path.relative_to(ROOT)}: {one.name}"
+                    assert one.name.startswith("_") or ast.get_docstring(one), f"{where} has no docstring"

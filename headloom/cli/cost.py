@@ -48,7 +48,7 @@ def cost(
     names = [name for name in pieces(variants, ",") if name.strip()] or [variants]
     _check(names, size, tokens, dtype)
     found = [
-        costs(name, size=size, settings=settings or [], tokens=tokens, dtype=dtype, all_of=names) for name in names
+        costs_of(name, size=size, settings=settings or [], tokens=tokens, dtype=dtype, all_of=names) for name in names
     ]
     if as_json:
         print_json(found[0] if len(found) == 1 else found)
@@ -95,7 +95,7 @@ def _chosen(text: str, settings: Sequence[str], all_of: Sequence[str]) -> Varian
     return found.model_copy(update={"label": found.model_copy(update={"options": own}).text})
 
 
-def costs(
+def costs_of(
     variant: str,
     *,
     size: str,

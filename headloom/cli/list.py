@@ -124,9 +124,9 @@ def _definitions(rows: list[Option]) -> Table:
 
 
 def _word(value: object) -> str:
-    from headloom.lab.spec.options import show
+    from headloom.lab.spec.options import option_text
 
-    return show(value)
+    return option_text(value)
 
 
 def _measured(as_json: bool) -> None:

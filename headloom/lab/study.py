@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.plan.plan import Plan, make_plan
 from headloom.lab.results.comparison import Comparison
-from headloom.lab.run.folder import open_folder, refuse_other
+from headloom.lab.run.folder import open_study_folder, refuse_other
 from headloom.lab.run.growth import differing_specs
 from headloom.lab.run.progress import Progress, told
 from headloom.lab.run.runner import Runner
@@ -18,8 +17,9 @@ from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import StudySpec, identity
 from headloom.lab.spec.sizes import get_size
 from headloom.lab.spec.study import WrittenStudy
+from headloom.records.manifest import STUDY_YAML, Manifest
 from headloom.train.config import check_device
-from headloom.train.tracking import check_name
+from headloom.train.tracking import check_tracker
 
 if TYPE_CHECKING:
     from headloom.data.corpus import Corpus
@@ -76,7 +76,7 @@ def check_places(study: WrittenStudy) -> None:
     from headloom.data.tokenizer import check_tokenizer
 
     get_size(study.size)
-    check_name(study.engine.track)
+    check_tracker(study.engine.track)
     if study.config is not None and not Path(study.config).expanduser().exists():
         raise HeadloomError(
             f"'{study.config}' holds no Hugging Face config: it does not exist. Give a folder with a config.json, or "
@@ -112,8 +112,8 @@ def carry_out(
         progress.note(note)
     resolved = plan.resolved
     study_hash = identity(resolved)
-    folder = open_folder(out, study_hash, resolved, default=default)
-    command = command or f"headloom study run {shlex.quote(str(folder / 'study.yaml'))}"
+    folder = open_study_folder(out, study_hash, resolved, default=default)
+    command = command or f"headloom study run {shlex.quote(str(folder / STUDY_YAML))}"
     runner = Runner(plan, folder, study_hash, resolved, study, command, _notes(plan), progress, report)
     return runner.run()
 
@@ -121,8 +121,8 @@ def carry_out(
 def _same_text(out: str | Path | None, corpus: Corpus) -> None:
     """Refuse a folder with a study of another text before this one is tokenised."""
 
-    def differing(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        there, here = held["resolved"]["data"]["corpus"], corpus.fingerprint
+    def differing(held: Manifest) -> dict[str, dict[str, Any]]:
+        there, here = held.resolved.data.corpus, corpus.fingerprint
         return {} if there == here else {"data": {"there": there[:12], "here": here[:12]}}
 
     if out is not None:

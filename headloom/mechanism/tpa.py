@@ -35,7 +35,7 @@ from headloom.contract.config import AttentionConfig
 from headloom.contract.handles import Handle
 from headloom.ops import factors
 from headloom.ops.cache import Seen
-from headloom.ops.factors import Factors, product
+from headloom.ops.factors import Factors, mean_product
 from headloom.ops.masks import Visibility
 
 
@@ -76,7 +76,7 @@ class TPA(Attention[TPAConfig]):
 
     @torch.no_grad()
     def reset_heads(self) -> None:
-        """init "paper" is the base's too: no graft can stand on it."""
+        """init "paper" sets the base's projections too, so it is none for a graft, which keeps them."""
         if self.config.init == "default":
             return
         for name, module in self.named_children():
@@ -99,4 +99,4 @@ class TPA(Attention[TPAConfig]):
 
     def expand(self, handle: Handle) -> tuple[Tensor, Tensor]:
         assert isinstance(handle, Factored)
-        return product(*handle.k), product(*handle.v)
+        return mean_product(*handle.k), mean_product(*handle.v)

@@ -186,6 +186,7 @@ class RunConfig(Recipe):
         return self
 
     def to_dict(self) -> dict[str, Any]:
+        """As JSON values; what a backbone says itself is left out where there is one."""
         return self.model_dump(mode="json", exclude=_OF_THE_BACKBONE if self.backbone else {"backbone"})
 
 

@@ -27,7 +27,7 @@ from headloom.train import tracking
 from headloom.train.config import RunConfig, check_device, evaluation_bytes
 
 if TYPE_CHECKING:
-    from headloom.train.trainer import Progress
+    from headloom.train.trainer import OnProgress
 
 
 class Text(BaseModel):
@@ -88,7 +88,7 @@ def check_run(run: RunConfig, text: Text, folder: str | Path, *, track: str | No
     from headloom.data.corpus import check_corpus
     from headloom.data.tokenizer import check_tokenizer
 
-    tracking.check_name(track)
+    tracking.check_tracker(track)
     check_corpus(text.data, text_column=text.text_column)
     check_tokenizer(text.tokenizer)
     if Path(folder).exists() and not Path(folder).is_dir():
@@ -100,7 +100,7 @@ def train_text(
     run: RunConfig,
     text: Text,
     folder: str | Path,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
     *,
     on_note: Callable[[str], None] | None = None,
     **options: Any,

@@ -11,7 +11,7 @@ from headloom.records.runs import CONFIG, FAILURE, METRICS, RESULT
 from headloom.train import checkpoints
 
 
-def prepare(folder: Path, config: dict[str, Any]) -> None:
+def prepare_folder(folder: Path, config: dict[str, Any]) -> None:
     """Make a run's folder ready: new or empty, or one that holds this very run, whose result and failure are removed.
     What this run left there and cannot go on from is removed too.
 

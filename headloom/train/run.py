@@ -32,7 +32,7 @@ from headloom.records.surroundings import Machine
 from headloom.train import checkpoints, sharding, tracking
 from headloom.train import folder as folders
 from headloom.train.config import Recipe, RunConfig, check_device
-from headloom.train.trainer import ParameterGroups, Progress, Recorder, RunTrainer
+from headloom.train.trainer import OnProgress, ParameterGroups, Recorder, RunTrainer
 from headloom.train.weights import checksum, drawn, mixing_weights, pictures, values
 
 R = TypeVar("R", bound=Recipe)
@@ -118,7 +118,7 @@ def train(
     data: TokenData,
     tokenizer: PreTrainedTokenizerFast,
     folder: str | Path,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
     *,
     selection: TokenStream | None = None,
     flops_per_token: float | None = None,
@@ -160,7 +160,7 @@ def train(
         before_training = values(model.state_dict(), shown)  # of a run that goes on too: its checkpoint is read later
         rows = TrainingRows(data.train, context=run.tokens, seed=run.seed, count=run.steps * run.batch_size)
         if writes:
-            folders.prepare(folder, run.to_dict())
+            folders.prepare_folder(folder, run.to_dict())
         checkpoint, before = folders.made_before(folder)
         if checkpoint is not None and checkpoint.sharded != sharding.asked_for():
             raise HeadloomError(

@@ -20,7 +20,7 @@ from headloom.records.runs import TRACKING
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
-def check_name(track: str | None) -> None:
+def check_tracker(track: str | None) -> None:
     """Refuse an unknown tracker, and one that is not installed."""
     if track is None:
         return
@@ -32,7 +32,7 @@ def check_name(track: str | None) -> None:
 
 def check(track: str | None, folder: Path) -> None:
     """Refuse an unknown tracker, one that is not installed, or one that would write elsewhere."""
-    check_name(track)
+    check_tracker(track)
     if track == "trackio" and "TRACKIO_DIR" not in os.environ and "trackio" in sys.modules:
         bound = Path(sys.modules["trackio"].TRACKIO_DIR)
         if bound != _place(folder):

@@ -23,7 +23,7 @@ from headloom.train import sharding
 from headloom.train.config import Recipe
 
 ParameterGroups = Callable[[torch.nn.Module, float], list[dict[str, Any]]]
-Progress = Callable[[int, int, float], None]
+OnProgress = Callable[[int, int, float], None]
 
 
 def rate_factor(step: int, *, warmup_steps: int, steps: int, final: float) -> float:
@@ -181,7 +181,7 @@ class Recorder(TrainerCallback):
         run: Recipe,
         metrics: Metrics | None,
         evaluate: Callable[[], BitsPerByte],
-        on_progress: Progress | None,
+        on_progress: OnProgress | None,
         *,
         evaluate_part: Callable[[], BitsPerByte] | None = None,
         flops_per_token: float | None = None,

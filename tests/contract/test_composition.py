@@ -278,13 +278,13 @@ def test_a_comparison_may_differ_in_what_the_bases_decide_and_in_nothing_else():
     """mla's rotary width and each base's sizes follow from the base; another mechanism's rotary width does not."""
     from headloom.lab.compare import comparison_study
     from headloom.lab.plan.fairness import refuse_other_differences
-    from headloom.lab.plan.layers import allowed_differences, attention_config, meaningless
+    from headloom.lab.plan.layers import allowed_differences, meaningless, resolved_attention
     from headloom.lab.spec.resolve import resolve_study
 
     def check(variants):
         common = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1}
         found = resolve_study(comparison_study(variants, "tiny", **common), kind="compare")
-        configs = {v.label: {"mechanism": v.mechanism, **attention_config(found, v)} for v in found.variants}
+        configs = {v.label: {"mechanism": v.mechanism, **resolved_attention(found, v)} for v in found.variants}
         refuse_other_differences(configs, allowed_differences(found), meaningless(found))
 
     check("mha,mla,tpa,sas:base=tpa,iha:base=mla")

@@ -136,10 +136,10 @@ def test_sizes_given_beside_a_config_are_the_familys(published):
     assert (config.n_embd, config.n_layer, config.n_inner, config.n_positions) == (48, 5, 192, 64)
     spec = spec_of(config=published("gpt2"), tokens=65)
     with pytest.raises(HeadloomError, match="mha: a context of 65 tokens is longer than the config's 64 learned posi"):
-        layers.attention_config(spec, spec.variants[0])
+        layers.resolved_attention(spec, spec.variants[0])
     spec = spec_of("gqa,iha", config=published("mistral"), backbone={"heads": 3, "head_dim": 8}, tokens=16)
     with pytest.raises(HeadloomError, match=r"gqa: the config's 4 heads share 2 key/value heads, 2 a head: .*not 3"):
-        layers.attention_config(spec, spec.variants[0])
+        layers.resolved_attention(spec, spec.variants[0])
 
 
 @pytest.mark.parametrize("knob", ["F", "layers", "heads", "width"])
@@ -173,8 +173,8 @@ def test_every_knob_turns_or_is_refused(name, knob, published):
 def test_a_comparison_around_a_config(name, published, small, tmp_path):
     """From the config to the page's first lines: runs, records, manifest; and the same again makes no run anew."""
     from headloom.lab.compare import compare
+    from headloom.records.reading import read_study
     from headloom.report.facts import in_short
-    from headloom.report.records import read_study
 
     config = published(name, **{"n_inner" if name == "gpt2" else "intermediate_size": 150})
     given = {**small, "config": config, "seeds": 1, "batch_size": 32, "evaluations": 0, "out": tmp_path / "out"}

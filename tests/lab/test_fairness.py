@@ -52,13 +52,13 @@ def test_what_means_nothing_to_a_mechanism_makes_no_difference():
 
 def test_a_mechanism_without_rotary_compares_with_those_that_have_it():
     from headloom.lab.compare import comparison_study
-    from headloom.lab.plan.layers import allowed_differences, attention_config, meaningless
+    from headloom.lab.plan.layers import allowed_differences, meaningless, resolved_attention
     from headloom.lab.spec.resolve import resolve_study
 
     def check(variants):
         given = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1}
         spec = resolve_study(comparison_study(variants, "tiny", **given), kind="compare")
-        configs = {v.label: attention_config(spec, v) for v in spec.variants}
+        configs = {v.label: resolved_attention(spec, v) for v in spec.variants}
         refuse_other_differences(configs, allowed_differences(spec), meaningless(spec))
         return {label: config["attention"]["rope_theta"] for label, config in configs.items()}
 

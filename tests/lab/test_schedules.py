@@ -12,7 +12,7 @@ from headloom.lab.plan.layers import (
     run_config,
 )
 from headloom.lab.plan.layers import (
-    attention_config as resolved_attention,
+    resolved_attention as resolved_attention,
 )
 from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.sizes import get_size

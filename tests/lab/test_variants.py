@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.compare import comparison_study
-from headloom.lab.plan.layers import attention_config as resolved_attention
+from headloom.lab.plan.layers import resolved_attention as resolved_attention
 from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import Variant
 from headloom.lab.spec.study import WrittenStudy

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headloom.train.config import RunConfig
 
 
-def attention_config(spec: StudySpec, variant: Variant, shape: Shape | None = None) -> dict[str, Any]:
+def resolved_attention(spec: StudySpec, variant: Variant, shape: Shape | None = None) -> dict[str, Any]:
     """The resolved attention; a HeadloomError names the variant whose options do not fit.
 
     {"attention": the config of every layer} for a mechanism. For a schedule, and in a backbone with several kinds of

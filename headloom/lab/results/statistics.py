@@ -24,8 +24,9 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from headloom.records.results import Difference, Quality, Spread, Verdict
 
 LEVEL = 0.95
 ALPHA = 0.05
@@ -35,48 +36,16 @@ POWER = 0.8
 MOST_PAIRS = 1000  # beyond it the estimate says no more than that it is beyond
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean and standard deviation (None with fewer than two values) over n seeds."""
-
-    n: int
-    mean: float | None
-    sd: float | None
-
-    def to_dict(self) -> dict[str, float | int | None]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A paired difference, variant minus reference: below zero is better where less is better.
-
-    `sd` is the differences' own; `half_width`, `low`, `high` bound the 95 % t interval: None with fewer than two
-    pairs, as `p` is. `p_holm`, `verdict` and `more_seeds` (0: settled) are filled by `correct`.
-    """
-
-    n: int
-    mean: float | None
-    half_width: float | None = None
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
-    p_holm: float | None = None
-    verdict: str = "unknown"
-    bootstrap_low: float | None = None
-    bootstrap_high: float | None = None
-    effect: float | None = None
-    sd: float | None = None
-    more_seeds: int | None = None
-
-    def to_dict(self) -> dict[str, float | int | str | None]:
-        return asdict(self)
-
-
-def spread(values: Sequence[float]) -> Spread:
+def mean_and_sd(values: Sequence[float]) -> Spread:
     """Mean and sample standard deviation."""
     n = len(values)
     return Spread(n, statistics.fmean(values) if n else None, statistics.stdev(values) if n > 1 else None)
+
+
+def quality(values: Mapping[int, float]) -> Quality:
+    """The spread of values by seed, with the values."""
+    found = mean_and_sd(list(values.values()))
+    return Quality(found.n, found.mean, found.sd, dict(values))
 
 
 def paired_difference(variant: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
@@ -84,7 +53,7 @@ def paired_difference(variant: Mapping[int, float], reference: Mapping[int, floa
     from scipy import stats
 
     seeds = sorted(set(variant) & set(reference))
-    found = spread([variant[seed] - reference[seed] for seed in seeds])
+    found = mean_and_sd([variant[seed] - reference[seed] for seed in seeds])
     if found.mean is None or found.sd is None:
         return Difference(found.n, found.mean)
     standard_error = found.sd / math.sqrt(found.n)
@@ -122,7 +91,7 @@ def bootstrap(differences: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def _effect(mean: float, variant: Sequence[float], reference: Sequence[float]) -> float | None:
-    noise = math.sqrt(((spread(variant).sd or 0.0) ** 2 + (spread(reference).sd or 0.0) ** 2) / 2)
+    noise = math.sqrt(((mean_and_sd(variant).sd or 0.0) ** 2 + (mean_and_sd(reference).sd or 0.0) ** 2) / 2)
     return mean / noise if noise > 0 else None
 
 
@@ -156,7 +125,7 @@ def correct(differences: Sequence[Difference]) -> list[Difference]:
         if index not in corrected:
             done.append(difference)
             continue
-        verdict = "same"
+        verdict: Verdict = "same"
         if corrected[index] < ALPHA and difference.mean:
             verdict = "better" if difference.mean < 0 else "worse"
         more = None

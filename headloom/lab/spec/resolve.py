@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from headloom.core.errors import HeadloomError, near
 from headloom.core.machine import cores
-from headloom.lab.spec.names import check_name
-from headloom.lab.spec.options import parse_options, show
-from headloom.lab.spec.resolved import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, Variant, one_line
+from headloom.lab.spec.names import check_mechanism_name
+from headloom.lab.spec.options import option_text, parse_options
+from headloom.lab.spec.resolved import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, Variant, first_complaint
 from headloom.lab.spec.sizes import Size, feed_forward, gated_width, get_size
 from headloom.lab.spec.study import WrittenStudy, WrittenVariant
 from headloom.lab.spec.variants import defaults, labels_of, refuse_repeated, split_variant, with_defaults
@@ -29,7 +29,7 @@ def resolve_study(study: WrittenStudy, *, kind: Literal["compare", "study"] = "s
     Raises HeadloomError for names, options, axes, budgets and seeds that are unknown or contradict each other.
     """
     size = get_size(study.size)
-    tracking.check_name(study.engine.track)
+    tracking.check_tracker(study.engine.track)
     if study.engine.name == "local" and not hasattr(os, "fork"):
         raise HeadloomError("engine local forks processes, which this system cannot do: use --engine inline")
     seeds = _seeds(study)
@@ -39,7 +39,7 @@ def resolve_study(study: WrittenStudy, *, kind: Literal["compare", "study"] = "s
     if study.extend_grid and len(rates) == 1:
         raise HeadloomError("extend_grid goes on beyond a grid, and there is one rate: give two learning_rates or more")
     for name in (*study.options, *(split_variant(entry.use)[0] for entry in study.variants)):
-        check_name(name)  # before torch is imported for options and configs
+        check_mechanism_name(name)  # before torch is imported for options and configs
     backbone, sizes = _backbone(study.config)
     variants, reference = _variants(study, size, sizes)
     whole = study.validation_bytes or size.validation_bytes
@@ -86,7 +86,7 @@ def resolve_study(study: WrittenStudy, *, kind: Literal["compare", "study"] = "s
             checkpoint_activations=study.checkpoint_activations,
         )
     except ValidationError as error:
-        raise HeadloomError(one_line(error)) from None
+        raise HeadloomError(first_complaint(error)) from None
     check_budgets(spec)
     return spec
 
@@ -177,7 +177,7 @@ def _swept(written: WrittenVariant, chosen: Mapping[str, Mapping[str, Any]]) -> 
         variant = with_defaults(named, chosen.get(mechanism, {}))
         label = written.label or ""
         if written.label and written.sweep:
-            label += "".join(f" {key}={show(variant.options[key])}" for key, _ in options) + _apart(axes)
+            label += "".join(f" {key}={option_text(variant.options[key])}" for key, _ in options) + _apart(axes)
         placed = {"label": label, "against": written.against, "settings": axes, "knobs": dict(written.knob)}
         found.append(variant.model_copy(update=placed))
     return found
@@ -239,7 +239,7 @@ def shape_of(
             steps=given.get("steps", study.steps or size.steps),
         )
     except ValidationError as error:
-        raise HeadloomError(f"{label}: {one_line(error)}") from None
+        raise HeadloomError(f"{label}: {first_complaint(error)}") from None
 
 
 def _reference(given: str | None, names: Sequence[str]) -> str:

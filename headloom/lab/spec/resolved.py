@@ -1,4 +1,4 @@
-"""What a study is, resolved: nothing is left to a default that could change later.
+"""A resolved study: every value is filled in, and nothing depends on a default that could change later.
 
 `headloom.lab.spec.study.Study` is what people write; `headloom.lab.spec.resolve` makes this of it.
 """
@@ -13,16 +13,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.spec.options import show
+from headloom.lab.spec.options import option_text
 
 Count = Annotated[int, Field(ge=1)]
 LONGEST_STEPS = 10_000_000
 
-Match = Literal["parameters", "flops", "cache", "time", "tokens"]
+Quantity = Literal["parameters", "flops", "cache", "time", "tokens"]
 Knob = Literal["F", "layers", "heads", "width", "steps"]
 Axis = Literal["F", "layers", "heads", "head_dim", "width", "steps", "tokens", "batch_size"]
 
-# What a knob moves; a budget whose knob moves it not cannot be kept, nor one that a later knob moves again.
+# What each knob changes. A budget can be kept only if its knob changes it and no later knob changes it again.
 MOVES: dict[str, frozenset[str]] = {
     "F": frozenset({"parameters", "flops", "time"}),
     "layers": frozenset({"parameters", "flops", "time", "cache"}),
@@ -75,6 +75,7 @@ class Shape(_Strict):
 
     @property
     def tokens_trained(self) -> int:
+        """Tokens predicted in the whole run."""
         return self.steps * self.tokens_a_step
 
 
@@ -96,20 +97,20 @@ class Variant(_Strict):
     group: str = ""
     shape: Shape | None = None
     settings: dict[str, int] = {}
-    knobs: dict[Match, tuple[Knob, ...]] = {}
+    knobs: dict[Quantity, tuple[Knob, ...]] = {}
 
     @property
     def text(self) -> str:
         """Mechanism and options as one writes them; the text that is read back as they are."""
-        given = (f"{name}={show(value)}" for name, value in sorted(self.options.items()))
+        given = (f"{name}={option_text(value)}" for name, value in sorted(self.options.items()))
         return ":".join([self.mechanism, *given])
 
     @property
     def notes(self) -> list[str]:
         """A sentence on each option that nobody gave and that is not the mechanism's own default either."""
         return [
-            f"{self.label or self.mechanism} runs with {name}={show(self.options[name])}: the comparison's default, "
-            "used where none is given."
+            f"{self.label or self.mechanism} runs with {name}={option_text(self.options[name])}: the comparison's "
+            "default, used where none is given."
             for name in self.defaulted
         ]
 
@@ -133,13 +134,14 @@ def refuse_sizes(mechanism: str, options: Mapping[str, Any]) -> None:
 class BudgetSpec(_Strict):
     """What is made equal, by turning what, to whose (None: that of the variant one is compared with)."""
 
-    match: Match
+    match: Quantity
     knobs: tuple[Knob, ...] = Field(min_length=1)
     tolerance: float = Field(gt=0, lt=1)
     target: str | None = None
     convention: Literal["exact", "full"] = "exact"
 
     def knobs_of(self, variant: Variant) -> tuple[Knob, ...]:
+        """The knobs turned for a variant: its own if it names some, else the budget's."""
         return variant.knobs.get(self.match, self.knobs)
 
 
@@ -181,6 +183,7 @@ class StudySpec(_Strict):
     checkpoint_activations: bool
 
     def variant(self, label: str) -> Variant:
+        """The variant of that label."""
         return next(variant for variant in self.variants if variant.label == label)
 
     @property
@@ -193,7 +196,8 @@ class StudySpec(_Strict):
         """Label -> the label it is compared with."""
         return {variant.label: variant.against for variant in self.variants}
 
-    def budget(self, match: Match) -> BudgetSpec | None:
+    def budget(self, match: Quantity) -> BudgetSpec | None:
+        """The budget that makes this quantity equal, if the study has one."""
         return next((budget for budget in self.budgets if budget.match == match), None)
 
     def target(self, budget: BudgetSpec, variant: Variant) -> str | None:
@@ -208,6 +212,7 @@ class StudySpec(_Strict):
 
     @property
     def has_grid(self) -> bool:
+        """Whether learning rates are tried and the best one chosen for each variant."""
         return len(self.learning_rates) > 1
 
 
@@ -228,7 +233,7 @@ def place_of(keys: Sequence[str | int]) -> str:
     return found
 
 
-def one_line(error: ValidationError) -> str:
+def first_complaint(error: ValidationError) -> str:
     """Pydantic's complaint as one line: the field, what is allowed, what came."""
     first = error.errors()[0]
     where = place_of(first["loc"]) or "the study"

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from headloom.core.errors import HeadloomError, near
-from headloom.lab.spec.resolved import Axis, Knob, Match, one_line, place_of
+from headloom.lab.spec.resolved import Axis, Knob, Quantity, first_complaint, place_of
 from headloom.train.config import EVALUATIONS
 
 
@@ -59,7 +59,7 @@ class WrittenVariant(_Written):
     label: Text | None = None
     set: dict[Axis, Int] = {}
     sweep: dict[str, tuple[Any, ...]] = {}
-    knob: dict[Match, Knobs] = {}
+    knob: dict[Quantity, Knobs] = {}
     against: Text | None = None
 
     @model_validator(mode="before")
@@ -77,7 +77,7 @@ class Budget(_Written):
     that is still equal. convention: which FLOPs, "exact" (visible pairs) or "full" (all pairs).
     """
 
-    match: Match
+    match: Quantity
     knob: Knobs
     target: Text | None = None
     tolerance: Annotated[float, Strict(), Field(gt=0, lt=1)] | None = None
@@ -181,9 +181,9 @@ class WrittenStudy(_Written):
             size: takes the study's block for that size, if it has one.
             settings: ["steps=100", "engine.workers=1"]: keys over the file's.
         """
-        from headloom.lab.spec.ready import read_mapping
+        from headloom.lab.spec.ready import read_study_file
 
-        return cls.from_mapping(read_mapping(path), size=size, settings=settings)
+        return cls.from_mapping(read_study_file(path), size=size, settings=settings)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, size: str | None = None, settings: Sequence[str] = ()) -> Self:
@@ -239,7 +239,7 @@ _PARTS: dict[str, type[BaseModel]] = {
 def _explain(error: ValidationError) -> str:
     unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
     if not unknown:
-        return one_line(error)
+        return first_complaint(error)
     first = unknown[0]
     known = _PARTS.get(str(first["loc"][0]), WrittenStudy) if len(first["loc"]) > 1 else WrittenStudy
     name, names = str(first["loc"][-1]), list(known.model_fields)

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from headloom.core.errors import HeadloomError, near
-from headloom.lab.spec.names import check_name
+from headloom.lab.spec.names import check_mechanism_name
 from headloom.lab.spec.options import parse_options, pieces, split_pair
 from headloom.lab.spec.resolved import Variant, refuse_sizes
 
@@ -55,7 +55,7 @@ def split_variant(text: Given) -> tuple[str, list[tuple[str, Any]]]:
         if not mechanism:
             raise HeadloomError(f"a variant must look like name:option=value:..., not '{text}'")
         found = [split_pair(pair, f"an option of {mechanism}") for pair in pairs]
-    check_name(mechanism)
+    check_mechanism_name(mechanism)
     return mechanism, found
 
 
@@ -85,7 +85,7 @@ def split_settings(settings: Sequence[str] | Mapping[str, Mapping[str, Any]]) ->
             raise HeadloomError(f"--set must look like name.option=value (iha.pseudo_heads=2, say), not '{setting}'")
         pairs.setdefault(mechanism, []).append((name, value))
     for mechanism, given in pairs.items():
-        check_name(mechanism)
+        check_mechanism_name(mechanism)
         names = [name for name, _ in given]
         for name in names:
             if names.count(name) > 1:
@@ -107,8 +107,10 @@ def parse_variants(
             its own options.
         at_least: how many there must be.
 
-    An option that neither gives is taken from defaults.toml, then from the mechanism. Raises HeadloomError for unknown
-    names (with the near ones), for duplicates, for fewer than `at_least`, and for options that belong to the size.
+    Options left unset fall back to defaults.toml, then to the mechanism's own defaults.
+
+    Raises HeadloomError for unknown names (with the near ones), for duplicates, for fewer than `at_least`, and for
+    options that belong to the size.
     """
     given = check_variants(variants, settings, at_least=at_least)
     parsed = [parse_variant(one) for one in given]
