@@ -160,7 +160,7 @@ def test_the_options_of_one():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["list", "ihaa"], "Did you mean 'iha'?"), (["list", "iha", "--costs"], "--markdown and --costs are for all")],
+    [(["list", "ihaa"], "Did you mean 'iha'?"), (["list", "iha", "--costs"], "--markdown and --costs show all")],
 )
 def test_wrong_calls_of_list(arguments, message):
     done = call(*arguments)
