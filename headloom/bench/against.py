@@ -75,7 +75,7 @@ def _working_folder_first() -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def build(text: str, sizes: Sizes, setting: Setting) -> Subject:
+def build_theirs(text: str, sizes: Sizes, setting: Setting) -> Subject:
     """The user's module on the setting's device, in its type. Raises HeadloomError if it cannot be built so."""
     cls, options = load(text)
     try:
@@ -97,7 +97,7 @@ def build(text: str, sizes: Sizes, setting: Setting) -> Subject:
 
 
 @torch.no_grad()
-def output(subject: Subject, x_BTD: Tensor) -> Tensor:
+def output_of(subject: Subject, x_BTD: Tensor) -> Tensor:
     """What the module makes of x. Raises HeadloomError if it does not take x (B, T, D) alone and give its like."""
     try:
         out = first(subject.module.eval()(x_BTD))
@@ -112,7 +112,7 @@ def output(subject: Subject, x_BTD: Tensor) -> Tensor:
     return out
 
 
-def compare(mine: Subject, theirs: Subject, x_BTD: Tensor) -> dict[str, Any]:
+def compare_outputs(mine: Subject, theirs: Subject, x_BTD: Tensor) -> dict[str, Any]:
     """The largest difference of outputs, absolute and in the largest output, once the weights of `mine` are copied
     (another form of `mine` has them already).
 
@@ -126,7 +126,7 @@ def compare(mine: Subject, theirs: Subject, x_BTD: Tensor) -> dict[str, Any]:
         return {"variant": mine.label, "max_difference": None, "relative": None, "reason": reason}
     with torch.no_grad():
         ours = mine.module.eval()(x_BTD).float()
-    difference = float((ours - output(theirs, x_BTD).float()).abs().max())
+    difference = float((ours - output_of(theirs, x_BTD).float()).abs().max())
     return {
         "variant": mine.label,
         "max_difference": difference,

@@ -45,7 +45,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """One model size: its name, its usual context, and the arguments of `hl.build_model` that all variants share."""
 
     name: str

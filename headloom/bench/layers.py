@@ -12,13 +12,13 @@ from headloom.bench import core
 from headloom.bench.asked import MODES, Named, Sizes, check_counts, check_layers
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
-from headloom.bench.speed import interleaved, seconds
+from headloom.bench.speed import interleaved, measured_seconds
 from headloom.bench.subjects import (
     FACTOR,
     Subject,
-    call,
     configs_of,
     inputs,
+    module_call,
     plain,
     subject,
 )
@@ -68,7 +68,7 @@ def speed(
             ran: dict[str, dict[str, Any]] = {}
             for each in subjects:
                 each.module.train(mode != "forward")
-                timed = core.call(each, x_BTD, mode) if alone else call(each.module, x_BTD, mode)
+                timed = core.call(each, x_BTD, mode) if alone else module_call(each.module, x_BTD, mode)
                 calls[each.label] = timed
                 with paths() as counted:  # eager: a compiled call would count nothing
                     calls[each.label]()
@@ -76,7 +76,7 @@ def speed(
                 if compile is not None:
                     setting.say(f"compiling {each.label}")
                     name = each.label + COMPILED
-                    calls[name] = call(torch.compile(each.module, backend=compile, dynamic=False), x_BTD, mode)
+                    calls[name] = module_call(torch.compile(each.module, backend=compile, dynamic=False), x_BTD, mode)
                     ran[name] = {**ran[each.label], "compiled": True, **first_compiled_call(calls[name])}
             timings = interleaved(calls, repeats=setting.repeats, warmup=setting.warmup, device=setting.device)
             torch.compiler.reset()
@@ -120,7 +120,7 @@ def memory(
             done = len(rows)
             for each in subjects:
                 each.module.train(mode != "forward")
-                once = call(each.module, x_BTD, mode)
+                once = module_call(each.module, x_BTD, mode)
                 once()  # tables and the like that are kept
                 found = peaks[each.label] = peak_bytes(once, setting.device)
                 rows.append(
@@ -172,7 +172,7 @@ def _points(
         if plainly:
             subjects += [plain(each) for each in subjects]
         if against is not None:
-            subjects.append(users.build(against, sizes, setting))
+            subjects.append(users.build_theirs(against, sizes, setting))
         for B in batch_sizes:
             yield T, B, subjects, inputs(B, T, sizes.hidden_size, setting)
 
@@ -183,9 +183,9 @@ def _differences(subjects: Sequence[Subject], x_BTD: torch.Tensor) -> dict[str, 
     found: dict[str, list[dict[str, Any]]] = {}
     for each in subjects:
         if each.label not in variants:
-            users.output(each, x_BTD)
+            users.output_of(each, x_BTD)
             mine = variants.values() if each.form_of is None else [variants[each.form_of]]
-            found[each.label] = [users.compare(other, each, x_BTD) for other in mine]
+            found[each.label] = [users.compare_outputs(other, each, x_BTD) for other in mine]
     return found
 
 
@@ -197,7 +197,7 @@ def first_compiled_call(first_call: Callable[[], object]) -> dict[str, Any]:
     counters.clear()
     # all subjects run through one piece of code: each is one more compilation of it, and none may fall back to eager
     with config.patch(recompile_limit=1000, fail_on_recompile_limit_hit=True):
-        took = seconds(first_call)
+        took = measured_seconds(first_call)
     return {"compile_seconds": took, "graph_breaks": dict(counters["graph_break"])}
 
 

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import nn
 
-from headloom.bench.asked import Named, Shape, check_counts, check_models
+from headloom.bench.asked import ModelSize, Named, check_counts, check_models
 from headloom.bench.layers import COMPILED, first_compiled_call, use_of_peak
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
@@ -61,7 +61,7 @@ class Candidate:
 
 def steps(
     variants: Sequence[Named],
-    shapes: Sequence[Shape],
+    shapes: Sequence[ModelSize],
     setting: Setting,
     *,
     tokens: Sequence[int],
@@ -148,7 +148,7 @@ def steps(
 
 def _timed(
     group: Sequence[Candidate],
-    shape: Shape,
+    shape: ModelSize,
     tokens: int,
     batch: int,
     setting: Setting,
@@ -178,7 +178,7 @@ def _timed(
 
 
 def _in_training(
-    group: Sequence[Candidate], shape: Shape, tokens: int, batch: int, setting: Setting
+    group: Sequence[Candidate], shape: ModelSize, tokens: int, batch: int, setting: Setting
 ) -> tuple[dict[str, Timing], dict[str, dict[str, Any]]]:
     """As `_timed`, of a step in chunks of each one's training loop, which take turns."""
     from headloom.bench.pace import Pace
@@ -231,7 +231,9 @@ def training_step(
     return step
 
 
-def _candidates(variants: Sequence[Named], shape: Shape, tokens: int, batch: int, original: bool) -> list[Candidate]:
+def _candidates(
+    variants: Sequence[Named], shape: ModelSize, tokens: int, batch: int, original: bool
+) -> list[Candidate]:
     """The models of one point, counted on the meta device."""
     from headloom.hf import build_model
 

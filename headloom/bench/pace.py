@@ -81,7 +81,7 @@ class Pace:
 
 
 class _Clock(TrainerCallback):
-    """Looks up at two ends only: a device that is asked to be done at every step would be a slower one."""
+    """Synchronises at the first and last timed step only: waiting for the device at every step would slow it down."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []

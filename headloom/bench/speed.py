@@ -47,7 +47,7 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(call: Callable[[], object], device: str | None = None) -> float:
+def measured_seconds(call: Callable[[], object], device: str | None = None) -> float:
     """Of one call: between two events on "cuda", else on the clock, from quiet to quiet."""
     synchronise()
     if device == "cuda":
@@ -81,7 +81,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmup + repeats):
         for name, call in calls.items():
-            took = seconds(call, device)
+            took = measured_seconds(call, device)
             if turn >= warmup:
                 samples[name].append(took)
             if on_call is not None:

@@ -38,7 +38,7 @@ class Layers(nn.Module):
         return x_BTD
 
 
-class Plain(nn.Module):
+class PlainForm(nn.Module):
     """The straightforward form (`headloom.bench.plain`) of a built attention, with its very weights."""
 
     def __init__(self, attention: Attention) -> None:
@@ -101,7 +101,7 @@ def plain(each: Subject) -> Subject:
     attention = each.attention
     if attention is None:
         raise HeadloomError(f"{each.label} is a schedule of layers: only a single mechanism has a straightforward form")
-    return Subject(f"{each.label} plain", Plain(attention), flops=each.flops, form_of=each.label)
+    return Subject(f"{each.label} plain", PlainForm(attention), flops=each.flops, form_of=each.label)
 
 
 def inputs(batch: int, tokens: int, width: int, setting: Setting) -> Tensor:
@@ -114,7 +114,7 @@ FACTOR = {"forward": 1, "backward": 3, "step": 3, "train": 3}
 """FLOPs in those of the forward pass: the backward one has two products for each of its."""
 
 
-def call(module: Callable[..., Any], x_BTD: Tensor, mode: str) -> Callable[[], object]:
+def module_call(module: Callable[..., Any], x_BTD: Tensor, mode: str) -> Callable[[], object]:
     """A call that does one forward pass, or one forward and backward pass after which no gradient is left."""
     if mode == "forward":
 

@@ -29,7 +29,7 @@ from headloom.cli.groups import MACHINE, MODEL, WHAT, in_panels, with_groups
 from headloom.core.errors import HeadloomError, unknown
 
 if TYPE_CHECKING:
-    from headloom.bench.asked import Named, Shape, Sizes
+    from headloom.bench.asked import ModelSize, Named, Sizes
     from headloom.bench.setting import Peak, Setting
 
 TRAINING = ("step", "train")
@@ -115,7 +115,7 @@ class Common:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class LayerOptions:
     """The options that set the size of a layer."""
 
     size: Size = "tiny"
@@ -124,9 +124,9 @@ class Layer:
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="G. Default: each mechanism's own.")] = None
     head_dim: Annotated[int | None, typer.Option("--head-dim", help="K. Default: D / H.")] = None
 
-    def shape(self) -> Shape:
+    def shape(self) -> ModelSize:
         """The whole model of the size, with these sizes of its layers."""
-        from headloom.bench.asked import Shape
+        from headloom.bench.asked import ModelSize
         from headloom.lab.spec.sizes import gated_width, get_size
 
         found, sizes = get_size(self.size), self.sizes()
@@ -138,7 +138,7 @@ class Layer:
             "vocab_size": found.vocab_size,
             "tie_embeddings": found.tie_embeddings,
         }
-        return Shape(found.name, found.tokens, arguments)
+        return ModelSize(found.name, found.tokens, arguments)
 
     def sizes(self) -> Sizes:
         """The sizes of one layer."""
@@ -157,7 +157,7 @@ class Layer:
 @with_groups
 def speed(
     common: Common,
-    layer: Layer,
+    layer: LayerOptions,
     tokens: Tokens = None,
     modes: Annotated[
         str,
@@ -223,7 +223,7 @@ def speed(
 @with_groups
 def memory(
     common: Common,
-    layer: Layer,
+    layer: LayerOptions,
     tokens: Tokens = None,
     against: Against = None,
     against_plain: AgainstPlain = False,
@@ -253,7 +253,7 @@ def memory(
 @with_groups
 def decode(
     common: Common,
-    layer: Layer,
+    layer: LayerOptions,
     contexts: Annotated[str | None, typer.Option(help="Prompt lengths: 512,4096. Default: the size's context.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Timed tokens after each.")] = 16,
     repeats: Repeats = 3,
@@ -299,7 +299,7 @@ def models(
     from headloom.bench.asked import check_counts, check_models
 
     common.check()
-    shapes = [Layer(size=name).shape() for name in words(sizes)]
+    shapes = [LayerOptions(size=name).shape() for name in words(sizes)]
     points: dict[str, Any] = {
         "tokens": whole_numbers("tokens", tokens, []),
         "batch_sizes": whole_numbers("batch-size", common.batch_size, [1, 4]),

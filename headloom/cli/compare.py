@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from headloom.lab.compare import Comparison
+    from headloom.lab.results.comparison import Comparison
     from headloom.report.tables import Row
 
 WIDE = 195
@@ -108,9 +108,9 @@ def compare(
     Writes a folder with every run, results.json, results.csv and report.html. A stopped comparison continues when the
     same command is given again.
     """
-    from headloom.lab.compare import Interrupted
     from headloom.lab.compare import compare as run
     from headloom.lab.run.progress import Bar
+    from headloom.lab.run.runner import Interrupted
 
     bar = Bar()
     with only_json_on_stdout(as_json) as stdout:
@@ -148,12 +148,12 @@ def compare(
                 {"folder": str(comparison.folder), "report": str(comparison.report), **comparison.results}, stdout
             )
         else:
-            show(comparison, bar.noted)
+            show_comparison(comparison, bar.noted)
     if comparison.failed:
         raise typer.Exit(RUN_FAILED)
 
 
-def show(comparison: Comparison, noted: Sequence[str] = ()) -> None:
+def show_comparison(comparison: Comparison, noted: Sequence[str] = ()) -> None:
     """Print the table, the findings and the path of the page. noted: notes that were printed before."""
     show_folder(comparison.folder, noted)
     console().print(f"The page: {comparison.report}", markup=False, soft_wrap=True)

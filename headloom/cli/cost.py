@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,7 @@ from headloom.cli.groups import MACHINE, MODEL, WHAT, in_panels
 
 if TYPE_CHECKING:
     from headloom.costs.count import Cost
-    from headloom.lab.spec.variants import Variant
+    from headloom.lab.spec.resolved import Variant
 
 
 _AVERAGED = ("parameters", "flops_exact", "flops_full", "cache_bytes_per_token")
@@ -51,7 +50,7 @@ def cost(
     names = [name for name in pieces(variants, ",") if name.strip()] or [variants]
     _check(names, size, tokens, dtype)
     found = [
-        costs(name, size=size, settings=settings or [], tokens=tokens, dtype=dtype, all_of=names) for name in names
+        costs_of(name, size=size, settings=settings or [], tokens=tokens, dtype=dtype, all_of=names) for name in names
     ]
     if as_json:
         print_json(found[0] if len(found) == 1 else found)
@@ -80,7 +79,8 @@ def _chosen(text: str, settings: Sequence[str], all_of: Sequence[str]) -> Varian
     """A variant with the settings that apply to it: name=value for all variants, mechanism.name=value for its own."""
     from headloom.core.errors import unknown
     from headloom.lab.spec.options import parse_options, split_pair
-    from headloom.lab.spec.variants import OF_THE_SIZE, Variant, parse_variant, split_variant, with_defaults
+    from headloom.lab.spec.resolved import OF_THE_SIZE
+    from headloom.lab.spec.variants import parse_variant, split_variant, with_defaults
 
     mechanism, mechanisms = split_variant(text)[0], [split_variant(other)[0] for other in all_of]
     pairs = []
@@ -94,10 +94,10 @@ def _chosen(text: str, settings: Sequence[str], all_of: Sequence[str]) -> Varian
     named = parse_variant(text)
     found = with_defaults(named, parse_options(named.mechanism, pairs), of_size=True)
     own = {name: v for name, v in found.options.items() if name not in (*OF_THE_SIZE, *found.defaulted)}
-    return dataclasses.replace(found, label=Variant(found.mechanism, own).text)
+    return found.model_copy(update={"label": found.model_copy(update={"options": own}).text})
 
 
-def costs(
+def costs_of(
     variant: str,
     *,
     size: str,

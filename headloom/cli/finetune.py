@@ -167,14 +167,14 @@ def _show(found: TuningResult, out: Path, noted: Sequence[str]) -> None:
     """Print the table, the difference and the folder of the models. noted: notes that were printed before."""
     from rich.table import Table
 
-    from headloom.lab.results.statistics import paired_difference, spread
+    from headloom.lab.results.statistics import mean_and_sd, paired_difference
 
     screen = console()
     table = Table(pad_edge=False)
     for place, name in enumerate(("model", "parameters", "before", "after", "change", "s / step", "training s")):
         table.add_column(name, justify="left" if place == 0 else "right")
     for name, arm in found.arms.items():
-        after, before = spread([run.bits_per_byte for run in arm.runs]), arm.before
+        after, before = mean_and_sd([run.bits_per_byte for run in arm.runs]), arm.before
         noise = "" if after.sd is None else f" (sd {after.sd:.4f})"
         table.add_row(
             name,
@@ -182,7 +182,7 @@ def _show(found: TuningResult, out: Path, noted: Sequence[str]) -> None:
             f"{before.bits_per_byte:.4f}",
             f"{after.mean:.4f}{noise}",
             f"{(after.mean or 0) - before.bits_per_byte:+.4f}",
-            f"{spread([run.step_time_seconds for run in arm.runs]).mean:.2f}",
+            f"{mean_and_sd([run.step_time_seconds for run in arm.runs]).mean:.2f}",
             f"{sum(run.train_seconds for run in arm.runs):.0f}",
         )
     screen.print(table)

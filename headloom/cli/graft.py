@@ -64,11 +64,11 @@ def graft_command(
 def check_mechanism(text: str, settings: Sequence[str], layers: str | None) -> None:
     """Raise HeadloomError for errors in --to, --set and --layers that can be found without torch."""
     from headloom.hf.places import read_layers
-    from headloom.lab.spec.names import check_name
+    from headloom.lab.spec.names import check_mechanism_name
     from headloom.lab.spec.options import split_pair
     from headloom.lab.spec.variants import split_variant
 
-    check_name(split_variant(text)[0], schedules=False)
+    check_mechanism_name(split_variant(text)[0], schedules=False)
     for setting in settings:
         split_pair(setting, "--set")
     if layers is not None:
@@ -78,12 +78,12 @@ def check_mechanism(text: str, settings: Sequence[str], layers: str | None) -> N
 def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The mechanism and its options from --to and --set (--set overrides --to). Options that are in neither have the
     values that comparisons use; these are printed on stderr. Raises HeadloomError for unknown names."""
-    from headloom.lab.spec.names import check_name
+    from headloom.lab.spec.names import check_mechanism_name
     from headloom.lab.spec.options import parse_options, split_pair
     from headloom.lab.spec.variants import parse_variant, split_variant, with_defaults
 
     name, _ = split_variant(text)
-    check_name(name, schedules=False)
+    check_mechanism_name(name, schedules=False)
     pairs = [split_pair(setting, "--set") for setting in settings]
     chosen = parse_options(name, [(key.removeprefix(f"{name}."), value) for key, value in pairs])
     found = with_defaults(parse_variant(text), chosen, of_size=True)
@@ -93,6 +93,7 @@ def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any
 
 
 def as_dict(report: GraftReport) -> dict[str, Any]:
+    """What `headloom graft --json` prints."""
     return {
         "layers": [
             {"layer": change.index, "mechanism": change.mechanism, "config": change.config.to_dict()}

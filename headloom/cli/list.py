@@ -81,7 +81,8 @@ def _options(name: str, as_json: bool) -> None:
         return
     lines = next(lines for part in described() for lines in part if lines["name"] == name)
     out = console()
-    out.print(f"{name}: {lines['title']} ({lines['paper']})\n{lines['summary']}", markup=False, soft_wrap=True)
+    paper = f" ({lines['paper']})" if lines["paper"] else ""
+    out.print(f"{name}: {lines['title']}{paper}\n{lines['summary']}", markup=False, soft_wrap=True)
     of_bases = list(dict.fromkeys(base for option in found for base in option.bases))
     parts = {
         "Its own options": [option for option in found if option.own],
@@ -123,9 +124,9 @@ def _definitions(rows: list[Option]) -> Table:
 
 
 def _word(value: object) -> str:
-    from headloom.lab.spec.options import show
+    from headloom.lab.spec.options import option_text
 
-    return show(value)
+    return option_text(value)
 
 
 def _measured(as_json: bool) -> None:
@@ -172,5 +173,5 @@ def _table(headings: tuple[str, ...], rows: list[list[str]]) -> None:
 
 def _schedules(schedules: list[dict[str, str]]) -> None:
     for lines in schedules:
-        text = f"schedule {lines['name']}: {lines['summary']} ({lines['paper']})"
+        text = f"schedule {lines['name']}: {lines['summary']}" + (f" ({lines['paper']})" if lines["paper"] else "")
         console().print(text, markup=False, soft_wrap=True)

@@ -17,7 +17,7 @@ from headloom.cli.common import (
     only_json_on_stdout,
     print_json,
 )
-from headloom.cli.compare import show, show_folder
+from headloom.cli.compare import show_comparison, show_folder
 
 app = typer.Typer(help="Studies: sets of runs that are compared under equal budgets.", no_args_is_help=True)
 
@@ -59,9 +59,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a study. A stopped study continues when the same command is given again."""
-    from headloom.lab.compare import Interrupted, run_study
     from headloom.lab.run.progress import Bar
+    from headloom.lab.run.runner import Interrupted
     from headloom.lab.spec.study import WrittenStudy
+    from headloom.lab.study import run_study
 
     given = {"engine.name": engine, "engine.address": address, "engine.track": track, "evaluations": evaluations}
     settings = [*(settings or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
@@ -78,7 +79,7 @@ def run(
         if as_json:
             print_json({"folder": str(found.folder), "report": str(found.report), **found.results}, stdout)
         else:
-            show(found, bar.noted)
+            show_comparison(found, bar.noted)
             console().print(found.results["summary"], markup=False, soft_wrap=True)
     if found.failed:
         raise typer.Exit(RUN_FAILED)
@@ -151,10 +152,10 @@ def list_studies(as_json: Json = False) -> None:
     """List the ready studies."""
     from rich.table import Table
 
-    from headloom.lab.spec.ready import read_mapping, ready_studies
+    from headloom.lab.spec.ready import read_study_file, ready_studies
     from headloom.lab.spec.study import WrittenStudy
 
-    found = [WrittenStudy(**read_mapping(name)) for name in ready_studies()]
+    found = [WrittenStudy(**read_study_file(name)) for name in ready_studies()]
     if as_json:
         sizes = {s.name: [s.size, *s.sizes] for s in found}
         print_json([{"name": s.name, "title": s.title, "question": s.question, "sizes": sizes[s.name]} for s in found])

@@ -118,12 +118,12 @@ def train(
 
 
 def _changed(file: Path, given: dict[str, Any]) -> tuple[RunConfig, Text]:
-    from headloom.lab.spec.names import check_name
+    from headloom.lab.spec.names import check_mechanism_name
     from headloom.train.file import parse_run, read_mapping
 
     run, text = parse_run({**read_mapping(file), **given}, str(file))
     for spec in run.specs:
-        check_name(spec.mechanism, schedules=False)
+        check_mechanism_name(spec.mechanism, schedules=False)
     return run, text
 
 

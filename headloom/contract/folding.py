@@ -53,7 +53,9 @@ def mix_outputs(weight_OH: Tensor, linear: Linear) -> Linear:
     mix = weight_OH.to(torch.float64)
 
     def mixed(x: Tensor) -> Tensor:
-        return torch.tensordot(mix, x.to(torch.float64).unflatten(0, (mix.shape[1], -1)), 1).flatten(0, 1)
+        heads: Tensor = x.to(torch.float64).unflatten(0, (mix.shape[1], -1))
+        out: Tensor = torch.tensordot(mix, heads, 1)
+        return out.flatten(0, 1)
 
     return mixed(weight), None if bias is None else mixed(bias)
 

@@ -213,7 +213,7 @@ def markdown(reference: str, options: Options | None = None) -> str:
                     f"`{found.name}`",
                     f"**{found.title}**: {found.summary}",
                     _link(found.paper),
-                    ", ".join(f"`{part}`" for part in found.mechanisms),
+                    ", ".join(f"`{part}`" for part in found.mechanisms) or "any",
                 ]
             )
             for found in schedules().values()
@@ -227,7 +227,7 @@ def table_line(cells: Sequence[str]) -> str:
 
 
 def _link(paper: str) -> str:
-    return f"[{paper}](https://arxiv.org/abs/{paper.removeprefix('arXiv:')})"
+    return f"[{paper}](https://arxiv.org/abs/{paper.removeprefix('arXiv:')})" if paper else "none"
 
 
 def _letters() -> list[tuple[str, str]]:

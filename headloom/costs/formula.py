@@ -24,10 +24,10 @@ Letter = tuple[int, str]
 """A letter after its place in products: those of a mechanism's own options, of its base's, of all mechanisms'."""
 
 
-class Size(int):
+class SymbolicSize(int):
     """An int that is a polynomial in letters; `terms` maps a product of letters to its coefficient.
 
-    >>> G, K = Size.named(2, "G"), Size.named(10, "K")
+    >>> G, K = SymbolicSize.named(2, "G"), SymbolicSize.named(10, "K")
     >>> both = G * K + 3 * (K * G) + G // 2 * K * K
     >>> both, str(both)
     (180, '4 G K + 1/2 G K^2')
@@ -36,33 +36,33 @@ class Size(int):
     terms: dict[tuple[Letter, ...], Fraction]
 
     @classmethod
-    def of(cls, value: int, terms: dict[tuple[Letter, ...], Fraction]) -> Size:
+    def of(cls, value: int, terms: dict[tuple[Letter, ...], Fraction]) -> SymbolicSize:
         made = cls(value)
         made.terms = terms
         return made
 
     @classmethod
-    def named(cls, value: int, letter: str, place: int = 0) -> Size:
+    def named(cls, value: int, letter: str, place: int = 0) -> SymbolicSize:
         return cls.of(value, {((place, letter),): Fraction(1)})
 
-    def __add__(self, other: int) -> Size:
+    def __add__(self, other: int) -> SymbolicSize:
         terms = dict(self.terms)
         for letters, factor in _terms(other).items():
             terms[letters] = terms.get(letters, Fraction(0)) + factor
-        return Size.of(int(self) + int(other), terms)
+        return SymbolicSize.of(int(self) + int(other), terms)
 
-    def __mul__(self, other: int) -> Size:
+    def __mul__(self, other: int) -> SymbolicSize:
         terms: dict[tuple[Letter, ...], Fraction] = {}
         for mine, a in self.terms.items():
             for theirs, b in _terms(other).items():
                 letters = tuple(sorted(mine + theirs))
                 terms[letters] = terms.get(letters, Fraction(0)) + a * b
-        return Size.of(int(self) * int(other), terms)
+        return SymbolicSize.of(int(self) * int(other), terms)
 
     def __floordiv__(self, other: int) -> int:
-        if isinstance(other, Size) or int(self) % other:
+        if isinstance(other, SymbolicSize) or int(self) % other:
             return int(self) // int(other)
-        return Size.of(int(self) // other, {letters: factor / other for letters, factor in self.terms.items()})
+        return SymbolicSize.of(int(self) // other, {letters: factor / other for letters, factor in self.terms.items()})
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -87,7 +87,7 @@ def _product(letters: tuple[Letter, ...], factor: Fraction) -> str:
 
 
 def _terms(value: int) -> dict[tuple[Letter, ...], Fraction]:
-    return value.terms if isinstance(value, Size) else {(): Fraction(int(value))} if value else {}
+    return value.terms if isinstance(value, SymbolicSize) else {(): Fraction(int(value))} if value else {}
 
 
 def letter_of(config_cls: Any, field: str) -> str:
@@ -122,7 +122,7 @@ def cache_formula(info: MechanismInfo, config: AttentionConfig) -> tuple[str, st
     values = {letter: getattr(config, field) for field, letter in letters.items()}
     forms, numbers = _remembered(tiny, letters), _remembered(config, {})
     return tuple(
-        str(form) if isinstance(form, Size) and form.at(values) == number else ""
+        str(form) if isinstance(form, SymbolicSize) and form.at(values) == number else ""
         for form, number in zip(forms, numbers, strict=True)
     )  # type: ignore[return-value]
 
@@ -135,7 +135,7 @@ def _remembered(config: AttentionConfig, letters: dict[str, str]) -> tuple[int, 
     places: dict[str, int] = {}
     for field in (field for field in own_first(type(config)) if field in letters):
         place = places.setdefault(letters[field], len(places))
-        object.__setattr__(symbolic, field, Size.named(getattr(config, field), letters[field], place))
+        object.__setattr__(symbolic, field, SymbolicSize.named(getattr(config, field), letters[field], place))
     attn.config = symbolic
     growing = sum((heads * width for heads, width in attn.cache_slots().values()), 0)
     return growing, sum((heads * rows * width for heads, rows, width in attn.constant_slots().values()), 0)

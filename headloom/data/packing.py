@@ -102,7 +102,9 @@ class TokenData:
         object.__setattr__(self, "fingerprint", digest.hexdigest())
 
 
-def pack(documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast, *, check: bool = True) -> TokenStream:
+def pack_documents(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast, *, check: bool = True
+) -> TokenStream:
     """Tokenise documents into one stream, an end-of-text token before, between and after them.
 
     With `check` the ids are turned back into text, to see what they lose.
@@ -141,11 +143,11 @@ def prepare(
             held-out text.
     """
     validation = list(corpus.validation) if validation_bytes is None else _sample(corpus.validation, validation_bytes)
-    held = pack(validation, tokenizer)
+    held = pack_documents(validation, tokenizer)
     part = held
     if leading_bytes is not None and leading_bytes < held.bytes:
-        part = pack(_sample(validation, leading_bytes), tokenizer)
-    train = pack(corpus.train, tokenizer, check=False)
+        part = pack_documents(_sample(validation, leading_bytes), tokenizer)
+    train = pack_documents(corpus.train, tokenizer, check=False)
     notes = [corpus.left_out] if corpus.left_out else []
     notes += _amount(corpus.title, train, held, context) + _lost(held.lost or 0.0)
     return TokenData(train, held, len(tokenizer), corpus.title, leading=part, notes=tuple(notes))

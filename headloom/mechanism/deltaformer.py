@@ -97,7 +97,8 @@ class DeltaFormer(Attention[DeltaFormerConfig]):
         return Whole(seen.slots["k"], seen.slots["u"])
 
     def _beta(self, x_BTD: Tensor) -> Tensor:
-        return self.beta_proj(x_BTD).transpose(1, 2)
+        beta_BTG: Tensor = self.beta_proj(x_BTD)
+        return beta_BTG.transpose(1, 2)
 
     def _solve(self, k_BGSK: Tensor, v_BGSV: Tensor, beta_BGT: Tensor, visibility: Visibility) -> Tensor:
         return delta.solve(k_BGSK, v_BGSV, beta_BGT, visibility, self._scale(k_BGSK))

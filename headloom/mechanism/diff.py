@@ -117,7 +117,8 @@ class Diff(Attention[DiffConfig]):
         return first - self.strength() * second
 
     def merge(self, out_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
-        return self.head_norm(out_BHTV) * (1 - self.lambda_init)
+        normed: Tensor = self.head_norm(out_BHTV)
+        return normed * (1 - self.lambda_init)
 
     def effective_map(self, patterns: Tensor, x_BTD: Tensor) -> Tensor | None:
         c = self.config

@@ -290,8 +290,9 @@ class IHA(Attention[IHAConfig]):
     def merge(self, out_BHTV: Tensor, x_BTD: Tensor) -> Tensor:
         c = self.config
         if self.paired:
-            return out_BHTV.unflatten(1, (c.num_heads, c.pseudo_heads)).mean(2)
-        out = out_BHTV.unflatten(2, (-1, c.pseudo_heads))  # (B, H, T, P, V)
+            pairs: Tensor = out_BHTV.unflatten(1, (c.num_heads, c.pseudo_heads))
+            return pairs.mean(2)
+        out: Tensor = out_BHTV.unflatten(2, (-1, c.pseudo_heads))  # (B, H, T, P, V)
         if c.collapse == "mean":
             return out.mean(3)
         if c.collapse == "head":
@@ -322,7 +323,8 @@ class IHA(Attention[IHAConfig]):
         """(B, P H, T, K) -> (B, H, T P, K): the interleaving, a view of the (B, T, P H, K) memory of a mix."""
         if self.paired:
             return x_BXTK
-        return x_BXTK.transpose(1, 2).unflatten(2, (self.rows_per_token, -1)).flatten(1, 2).transpose(1, 2)
+        x_BTPHK: Tensor = x_BXTK.transpose(1, 2).unflatten(2, (self.rows_per_token, -1))
+        return x_BTPHK.flatten(1, 2).transpose(1, 2)
 
     def _scaled(self, places: Places) -> Places:
         """Positions (or a length) in tokens, scaled by P where the phase is virtual: those of first pseudo-tokens."""

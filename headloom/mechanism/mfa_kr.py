@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headloom.contract.attention import Attention
 from headloom.contract.bases import BASES, PROJECTIONS
@@ -79,8 +79,8 @@ class MFAKR(Attention[MFAKRConfig]):
     summary = "mfa whose value is made from the key: half the cache"
     config_cls = MFAKRConfig
 
-    alpha: Any
-    v_proj: Any
+    alpha: Mix
+    v_proj: nn.Linear
 
     def build_heads(self) -> None:
         self.alpha = Mix(self.config.latent_dim)
@@ -91,7 +91,8 @@ class MFAKR(Attention[MFAKRConfig]):
 
     def value(self, k: Tensor) -> Tensor:
         """v = k + alpha * (k N), along the last axis."""
-        return k + self.alpha.weight.to(k.dtype) * self.v_proj(k)
+        reused: Tensor = self.alpha.weight.to(k.dtype) * self.v_proj(k)
+        return k + reused
 
     @property
     def _linear(self) -> bool:

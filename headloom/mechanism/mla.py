@@ -93,11 +93,12 @@ class MLA(Attention[MLAConfig]):
         assert isinstance(handle, Latents)
         if not self.absorbs(visibility):
             return super().score(q, handle, visibility)
-        weight = self.kv_up.weight.unflatten(0, (c.num_heads, -1))
-        up_k, up_v = weight.split((c.plain_dim, c.value_dim), 1)  # (H, K_n or V, C)
+        weight: Tensor = self.kv_up.weight.unflatten(0, (c.num_heads, -1))
+        up_k, up_v = weight[:, : c.plain_dim], weight[:, c.plain_dim :]  # (H, K_n, C), (H, V, C)
         q_r, q_n = q.split((c.rotary_dim, c.plain_dim), -1)
         k = torch.cat((handle.k_r, handle.c), -1)
-        return self.core(torch.cat((q_r, q_n @ up_k), -1), k, handle.c, visibility) @ up_v.transpose(1, 2)
+        latent: Tensor = self.core(torch.cat((q_r, q_n @ up_k), -1), k, handle.c, visibility)
+        return latent @ up_v.transpose(1, 2)
 
     def expand(self, handle: Handle) -> tuple[Tensor, Tensor]:
         assert isinstance(handle, Latents)

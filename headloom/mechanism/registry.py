@@ -31,14 +31,14 @@ class MechanismInfo:
     title: str
     paper: str
     summary: str
-    cls: type[Attention]
+    cls: type[Attention[AttentionConfig]]
     config_cls: type[AttentionConfig]
 
 
 _MECHANISMS: Registry[MechanismInfo] = Registry("mechanism")
 
 
-def register(cls: type[Attention]) -> type[Attention]:
+def register(cls: type[Attention[AttentionConfig]]) -> type[Attention[AttentionConfig]]:
     """Register a mechanism class. Files in this folder are registered by being there; others may call it."""
     if not (inspect.isclass(cls) and issubclass(cls, Attention)):
         raise TypeError(f"a mechanism is a subclass of headloom.mechanism.Attention, not {cls!r}")
@@ -119,7 +119,7 @@ def taken(name: str, shared: Mapping[str, Any]) -> dict[str, Any]:
     return {field: value for field, value in shared.items() if field not in without}
 
 
-def build_from_config(config: AttentionConfig, layer_index: int = 0) -> Attention:
+def build_from_config(config: AttentionConfig, layer_index: int = 0) -> Attention[AttentionConfig]:
     """The module that a config describes."""
     for info in _MECHANISMS.values():
         if type(config) is info.config_cls:
@@ -127,7 +127,7 @@ def build_from_config(config: AttentionConfig, layer_index: int = 0) -> Attentio
     raise TypeError(f"no registered mechanism takes a {type(config).__name__}")
 
 
-def maps(attention: Attention, x_BTD: Tensor, **call: Any) -> Maps:
+def maps(attention: Attention[AttentionConfig], x_BTD: Tensor, **call: Any) -> Maps:
     """Every attention pattern of one layer, and the effective per-token map: `Attention.maps`."""
     if not isinstance(attention, Attention):
         raise HeadloomError(
@@ -172,7 +172,7 @@ def attention(
     score: Literal["softmax", "identity", "hard"] = _OWN,
     scale: float | None = _OWN,
     **options: Any,
-) -> Attention:
+) -> Attention[Any]:
     """An attention module: `attention("iha", hidden_size=256, num_heads=8, pseudo_heads=4)`, or of a whole config.
 
     The module takes x (B, T, D) and gives (B, T, D); `help(type(module).forward)` has its other arguments.

@@ -115,6 +115,7 @@ class SAS(Attention[SASConfig]):
     head_q: Any
     head_k: Any
     head_v: Any
+    head_o: Any
     feature_q: Any
     feature_k: Any
 
@@ -219,10 +220,12 @@ class SAS(Attention[SASConfig]):
         if c.aggregate == "full":
             return out_BETV
         if c.aggregate == "mean":
-            return out_BETV.unflatten(1, (-1, c.num_heads)).mean(1)
+            copies: Tensor = out_BETV.unflatten(1, (-1, c.num_heads))
+            return copies.mean(1)
         hidden = F.gelu(self.head_o[0](out_BETV.movedim(1, -1)))
         sees = (out_BETV != 0).any(dim=(1, 3))[:, None, :, None]  # a row that sees nothing stays 0, despite the biases
-        return self.head_o[1](hidden).movedim(-1, 1) * sees
+        heads: Tensor = self.head_o[1](hidden).movedim(-1, 1)
+        return heads * sees
 
     def _simulate(self, letter: str, x_BHTK: Tensor) -> Tensor:
         heads, features = getattr(self, f"head_{letter}"), getattr(self, f"feature_{letter}")
@@ -237,19 +240,22 @@ class SAS(Attention[SASConfig]):
 
     @staticmethod
     def _features(pair: nn.ModuleList, x_BHTK: Tensor) -> Tensor:
-        z = pair[0](x_BHTK)
-        return z + pair[1](F.relu(z))
+        z: Tensor = pair[0](x_BHTK)
+        further: Tensor = pair[1](F.relu(z))
+        return z + further
 
     def effective_map(self, patterns: Tensor, x_BTD: Tensor) -> Tensor | None:
         """The mean over a head's simulated copies, (B, H, T, S); values are simulated without being linear in v."""
         if self.config.aggregate == "nonlinear":
             return None
-        return patterns.unflatten(1, (-1, self.config.num_heads)).mean(1)
+        copies: Tensor = patterns.unflatten(1, (-1, self.config.num_heads))
+        return copies.mean(1)
 
 
-def _convolve(conv: Any, x_BHTK: Tensor) -> Tensor:
+def _convolve(conv: nn.Module, x_BHTK: Tensor) -> Tensor:
     """The convolution over features with heads as channels, for all tokens at once: a (1, kernel) filter over the
     plane of tokens and features, or one product over heads at kernel 1."""
+    assert isinstance(conv, nn.Conv1d) and conv.bias is not None
     if conv.kernel_size[0] == 1:
         return mix_heads(conv.weight[..., 0], x_BHTK) + conv.bias[:, None, None].to(x_BHTK.dtype)
     return F.conv2d(x_BHTK, conv.weight.unsqueeze(2), conv.bias, padding=(0, conv.kernel_size[0] // 2))

@@ -8,6 +8,8 @@ in a context of N, then one global mha layer. In N = 8192 the window is 1024, 25
 paper does, in full rectangles of queries by keys, a local layer costs P^2 N W = N^2 / 2 pairs, so the average is 3/5 of
 global mha; counted by visible pairs of tokens, below the diagonal, it is 0.95, 0.99, 1.00.
 
+pattern - any pattern, written as its option `layers`: [[iha, {pseudo_heads: 2}], mha].
+
 It stands on this floor because a named schedule names mechanisms, and nothing above does.
 """
 
@@ -83,8 +85,29 @@ class Hybrid(Schedule):
         return [("iha", {"pseudo_heads": P, "window": window})] * local + [("mha", {})]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatternConfig(Config):
+    """Options of the pattern."""
+
+    layers: Annotated[
+        list[Any], "one period, repeated over the depth: for each layer a mechanism's name, or [name, {option: value}]"
+    ] = dataclasses.field(default_factory=list)
+
+
+class Pattern(Schedule):
+    name = "pattern"
+    title = "A pattern of layers, written one by one"
+    paper = ""
+    summary = "layers=[[iha, {pseudo_heads: 2}], mha]: one period, repeated over the depth"
+    config_cls = PatternConfig
+    mechanisms = ()
+
+    def pattern(self, own: PatternConfig, num_layers: int, tokens: int | None) -> list[Spec]:
+        return _places_of(own.layers, {})
+
+
 _SCHEDULES: Registry[Schedule] = Registry("schedule")
-for _cls in (Hybrid,):
+for _cls in (Hybrid, Pattern):
     _SCHEDULES.add(_cls.name, _cls())
 
 
@@ -187,14 +210,7 @@ def schedule(
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], Mapping):
         pattern = pattern_of(one[0], {**one[1], **options}, num_layers=num_layers, tokens=tokens)
     else:
-        if not one:
-            raise HeadloomError("an empty pattern: give at least one mechanism")
-        pattern = []
-        for item in one:
-            name, own = as_spec(item)
-            if name in _SCHEDULES:
-                raise HeadloomError(f"'{name}' is a schedule of many layers: it cannot be one place of a pattern")
-            pattern.append((name, {**options, **own}))
+        pattern = _places_of(one, options)
     if windows is not None:
         if not isinstance(windows, Sequence):
             raise HeadloomError(f"windows must be a list, one for each place of the pattern, not {windows!r}")
@@ -206,6 +222,20 @@ def schedule(
     for name, own in pattern:
         check_names(option_classes(name)[0], own, of=name)
     return over_depth(pattern, num_layers)
+
+
+def _places_of(layers: Sequence[Any], options: Mapping[str, Any]) -> list[Spec]:
+    """The places of a pattern that is written one by one, with `options` under each one's own."""
+    if not layers:
+        raise HeadloomError("an empty pattern: give at least one mechanism")
+    found = []
+    for layer in layers:
+        name, own = as_spec(layer)
+        if name in _SCHEDULES:
+            raise HeadloomError(f"'{name}' is a schedule of many layers: it cannot be one place of a pattern")
+        check_names(option_classes(name)[0], own, of=name)
+        found.append((name, {**options, **own}))
+    return found
 
 
 def places(indices: Sequence[int]) -> str:

@@ -84,8 +84,8 @@ class Simplicial(Attention[SimplicialConfig]):
     summary = "trilinear attention over pairs of keys, in a long and a short window"
     config_cls = SimplicialConfig
 
-    k2_proj: Any
-    v2_proj: Any
+    k2_proj: nn.Module
+    v2_proj: nn.Module
 
     def build_heads(self) -> None:
         c = self.config

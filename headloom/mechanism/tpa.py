@@ -35,7 +35,7 @@ from headloom.contract.config import AttentionConfig
 from headloom.contract.handles import Handle
 from headloom.ops import factors
 from headloom.ops.cache import Seen
-from headloom.ops.factors import Factors, product
+from headloom.ops.factors import Factors, mean_product
 from headloom.ops.masks import Visibility
 
 
@@ -99,4 +99,4 @@ class TPA(Attention[TPAConfig]):
 
     def expand(self, handle: Handle) -> tuple[Tensor, Tensor]:
         assert isinstance(handle, Factored)
-        return product(*handle.k), product(*handle.v)
+        return mean_product(*handle.k), mean_product(*handle.v)

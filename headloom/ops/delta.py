@@ -11,7 +11,7 @@ dL/dP = -beta y u^T, dL/dbeta = -y (P u). No T x T matrix exists, and no loop ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from headloom.ops import fused, scores
+from headloom.ops.autograd import Context, Shape
 from headloom.ops.masks import Visibility
 
 BLOCK = 128  # tokens of one triangular solve
@@ -33,9 +34,8 @@ def solve(k_BGSK: Tensor, v_BGSV: Tensor, beta_BGT: Tensor, visibility: Visibili
     """
     assert visibility.causal
     rule = [visibility.T, visibility.S, visibility.window or 0]
-    u, _, _ = torch.ops.headloom.delta(
-        k_BGSK, v_BGSV, beta_BGT, visibility.documents_BS, visibility.pairs_BTS, rule, scale
-    )
+    given = (visibility.documents_BS, visibility.pairs_BTS, rule, scale)
+    u: Tensor = torch.ops.headloom.delta(k_BGSK, v_BGSV, beta_BGT, *given)[0]
     return u
 
 
@@ -96,7 +96,15 @@ def _pad(x: Tensor, width: int) -> Tensor:
     schema="(Tensor k, Tensor v, Tensor beta, Tensor? documents, Tensor? pairs, SymInt[] rule, float scale) "
     "-> (Tensor, Tensor, Tensor)",
 )
-def delta(k, v, beta, documents, pairs, rule, scale):
+def delta(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    documents: Tensor | None,
+    pairs: Tensor | None,
+    rule: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """u, P u and the log-sum-exp of P's rows (0 where a row is empty)."""
     (T, S, _), V = rule, v.shape[-1]
     width = max(k.shape[-1], V)
@@ -129,7 +137,15 @@ def delta(k, v, beta, documents, pairs, rule, scale):
 
 
 @delta.register_fake
-def _(k, v, beta, documents, pairs, rule, scale):
+def _(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    documents: Tensor | None,
+    pairs: Tensor | None,
+    rule: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(k.dtype, torch.float32)
     u = v.new_empty(*v.shape[:2], rule[0], v.shape[-1])
     return u, torch.empty_like(u, dtype=wide), torch.empty_like(beta, dtype=wide)
@@ -141,7 +157,19 @@ def _(k, v, beta, documents, pairs, rule, scale):
     schema="(Tensor grad, Tensor k, Tensor v, Tensor beta, Tensor u, Tensor out, Tensor lse, Tensor? documents, "
     "Tensor? pairs, SymInt[] rule, float scale) -> (Tensor, Tensor, Tensor)",
 )
-def delta_backward(grad, k, v, beta, u, out, lse, documents, pairs, rule, scale):
+def delta_backward(
+    grad: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    u: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    pairs: Tensor | None,
+    rule: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     past, K, V = rule[1] - rule[0], k.shape[-1], v.shape[-1]
     width, dtype = max(K, V), k.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -176,17 +204,20 @@ def delta_backward(grad, k, v, beta, u, out, lse, documents, pairs, rule, scale)
 
 
 @delta_backward.register_fake
-def _(grad, k, v, beta, u, out, lse, documents, pairs, rule, scale):
+def _(grad: Tensor, k: Tensor, v: Tensor, beta: Tensor, *_rest: object) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (k, v, beta))
 
 
-def _setup(ctx, inputs, output):
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, list[int], float]
+
+
+def _setup(ctx: Context, inputs: _Inputs, output: tuple[Tensor, Tensor, Tensor]) -> None:
     k, v, beta, documents, pairs, rule, scale = inputs
     ctx.save_for_backward(k, v, beta, *output, documents, pairs)
     ctx.plain = (rule, scale)
 
 
-def _backward(ctx, grad_u, grad_out, grad_lse):
+def _backward(ctx: Context, grad_u: Tensor, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     grads = torch.ops.headloom.delta_backward(grad_u, *ctx.saved_tensors, *ctx.plain)
     return (*grads, None, None, None, None)
 
@@ -194,7 +225,7 @@ def _backward(ctx, grad_u, grad_out, grad_lse):
 delta.register_autograd(_backward, setup_context=_setup)
 
 
-def _multiply_adds(k_shape, v_shape, rule) -> int:
+def _multiply_adds(k_shape: Shape, v_shape: Shape, rule: Sequence[int]) -> int:
     """(key width + value width) per pair and head: logits, and the products and solves that u costs."""
     T, S, window = rule
     if scores.convention() == "full":
@@ -205,10 +236,32 @@ def _multiply_adds(k_shape, v_shape, rule) -> int:
 
 
 @register_flop_formula(torch.ops.headloom.delta)
-def _flops(k, v, beta, documents, pairs, rule, scale, *, out_shape=None, **_) -> int:
+def _flops(
+    k: Shape,
+    v: Shape,
+    beta: Shape,
+    documents: Shape | None,
+    pairs: Shape | None,
+    rule: list[int],
+    scale: float,
+    **_: object,
+) -> int:
     return 2 * _multiply_adds(k, v, rule)
 
 
 @register_flop_formula(torch.ops.headloom.delta_backward)
-def _backward_flops(grad, k, v, beta, u, out, lse, documents, pairs, rule, scale, *, out_shape=None, **_) -> int:
+def _backward_flops(
+    grad: Shape,
+    k: Shape,
+    v: Shape,
+    beta: Shape,
+    u: Shape,
+    out: Shape,
+    lse: Shape,
+    documents: Shape | None,
+    pairs: Shape | None,
+    rule: list[int],
+    scale: float,
+    **_: object,
+) -> int:
     return 4 * _multiply_adds(k, v, rule)

@@ -66,7 +66,7 @@ def attend(
     return torch.cat(outs, dim=2)
 
 
-def product(a_BRSH: Tensor, b_BRSK: Tensor) -> Tensor:
+def mean_product(a_BRSH: Tensor, b_BRSK: Tensor) -> Tensor:
     """(1/R) sum_r a[r, h] b[r], (B, H, S, K); (B, S, H, K) in memory."""
     return (a_BRSH.permute(0, 2, 3, 1) @ b_BRSK.transpose(1, 2)).transpose(1, 2) / a_BRSH.shape[1]
 
@@ -86,7 +86,7 @@ def _by_keys(q: Tensor, k: Factors, v: Factors, visibility: Visibility, first: i
     for begin, end in itertools.pairwise(cuts):
         pairs = None if visible is None else visible[:, :, begin:end]
         seen = Visibility(T, end - begin, structure and begin == own, None, None, pairs)
-        keys, values = (product(a[:, :, begin:end], b[:, :, begin:end]) for a, b in (k, v))
+        keys, values = (mean_product(a[:, :, begin:end], b[:, :, begin:end]) for a, b in (k, v))
         part, new = _part(q, keys, values, seen, scale)
         total = torch.logaddexp(lse, new)
         safe = total.masked_fill(total == -torch.inf, 0)  # a row that has seen nothing yet
@@ -100,7 +100,9 @@ def _part(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, scale: float) -> tu
     lowered = pieces.lower(seen, q.shape[0])
     rule = [seen.T, seen.S, int(seen.causal), 0, 1, 0]
     flat = [number for piece in lowered or () for number in piece]
-    return torch.ops.headloom.scores(q, k, v, None, seen.pairs_BTS, rule, flat, lowered is None, scale)
+    given = (None, seen.pairs_BTS, rule, flat, lowered is None, scale)
+    found: tuple[Tensor, Tensor] = torch.ops.headloom.scores(q, k, v, *given)
+    return found
 
 
 def _logits(q_BHTK: Tensor, a_BRSH: Tensor, b_BRSK: Tensor) -> Tensor:

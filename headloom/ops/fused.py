@@ -29,7 +29,9 @@ def _direct(q_BHTK: Tensor, k_BGSK: Tensor) -> bool:
     return not q_BHTK.is_cpu or max(q_BHTK.shape[2], k_BGSK.shape[2]) <= SMALL
 
 
-def _weights(q_BHTK: Tensor, k_BGSK: Tensor, lse_BHT: Tensor | None, causal: bool, bias: Tensor | None, scale: float):
+def _weights(
+    q_BHTK: Tensor, k_BGSK: Tensor, lse_BHT: Tensor | None, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, torch.dtype]:
     """exp(logits - lse) and lse, in float32 at least; kv heads are read by groups without expansion."""
     wide = torch.promote_types(q_BHTK.dtype, torch.float32)
     B, H, T, _ = q_BHTK.shape
@@ -48,10 +50,13 @@ def _weights(q_BHTK: Tensor, k_BGSK: Tensor, lse_BHT: Tensor | None, causal: boo
     return (logits - finite.unsqueeze(-1)).exp(), lse.reshape(B, H, T), wide
 
 
-def rectangle(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool, bias: Tensor | None, scale: float):
+def rectangle(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of one rectangle; causal is aligned at the top left. lse is float32 at least."""
     if not _direct(q_BHTK, k_BGSK):
-        return _FORWARD(q_BHTK, k_BGSK, v_BGSK, 0.0, causal, attn_mask=bias, scale=scale)
+        found: tuple[Tensor, Tensor] = _FORWARD(q_BHTK, k_BGSK, v_BGSK, 0.0, causal, attn_mask=bias, scale=scale)
+        return found
     weights, lse, wide = _weights(q_BHTK, k_BGSK, None, causal, bias, scale)
     out = weights @ v_BGSK.to(wide).unsqueeze(2)
     return out.reshape(*q_BHTK.shape[:3], -1).to(q_BHTK.dtype), lse
@@ -76,7 +81,9 @@ def rectangle_backward(
     grad, q, k, v, out = (x.to(wide) for x in (grad_BHTK, q_BHTK, k_BGSK, v_BGSK, out_BHTK))
     if not _direct(q, k):
         bias = None if bias is None else bias.to(wide)
-        return _BACKWARD(grad, q, k, v, out, lse_BHT, 0.0, causal, attn_mask=bias, scale=scale)
+        given = (grad, q, k, v, out, lse_BHT, 0.0, causal)
+        grads: tuple[Tensor, Tensor, Tensor] = _BACKWARD(*given, attn_mask=bias, scale=scale)
+        return grads
     weights, _, _ = _weights(q, k, lse_BHT, causal, bias, scale)
     B, H, T, K = q.shape
     G = k.shape[1]
@@ -168,7 +175,9 @@ def _whole(pieces: Sequence[Piece], q_BHTK: Tensor, k_BGSK: Tensor) -> bool:
     return len(pieces) == 1 and pieces[0].kind != BAND and covers == pieces[0][1:8]
 
 
-def pieces_forward(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pieces: Sequence[Piece], scale: float):
+def pieces_forward(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pieces: Sequence[Piece], scale: float
+) -> tuple[Tensor, Tensor]:
     """Merged (out, lse) of disjoint pieces; rows no piece touches have output 0 and lse -inf."""
     if _whole(pieces, q_BHTK, k_BGSK):
         return rectangle(q_BHTK, k_BGSK, v_BGSK, pieces[0].kind == CAUSAL, None, scale)

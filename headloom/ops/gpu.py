@@ -103,7 +103,8 @@ def _flex(device: torch.device) -> Callable[..., Any]:
 def _compiled() -> Callable[..., Any]:
     # every new rule compiles anew; always a whole graph, because outside of one all scores would be written out
     compiling: Any = torch.compile
-    return compiling(flex_attention, fullgraph=True, recompile_limit=256, isolate_recompiles=True)
+    made: Callable[..., Any] = compiling(flex_attention, fullgraph=True, recompile_limit=256, isolate_recompiles=True)
+    return made
 
 
 def _predicate(visibility: Visibility, rows_per_token: int, rows_causal: bool) -> Callable[..., Tensor]:
@@ -162,7 +163,7 @@ class _Latest:
     def __init__(self) -> None:
         self.documents_BS: Tensor | None = None
         self.version = -1
-        self.masks: dict[tuple, BlockMask] = {}
+        self.masks: dict[tuple[object, ...], BlockMask] = {}
 
     def only(self, documents_BS: Tensor) -> None:
         if self.documents_BS is not documents_BS or self.version != documents_BS._version:

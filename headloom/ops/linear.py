@@ -83,7 +83,8 @@ def _chunks(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, documents: Tensor | 
             q, k, v = (x.flip(-3, -2) for x in (q, k, v))
             out = out + _carried(q, k, v, documents.flip(1, 2)).flip(-3, -2)
         out = out.masked_fill(~real.unsqueeze(1), 0)
-    return out.reshape(B, H, -1, out.shape[-1])[:, :, :S]
+    sums: Tensor = out.reshape(B, H, -1, out.shape[-1])[:, :, :S]
+    return sums
 
 
 def _carried(q: Tensor, k: Tensor, v: Tensor, documents_BNC: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Mask:
     def parts(self) -> Iterator[Mask]:
         yield self
 
-    def to(self, *args, **kwargs) -> Mask:
+    def to(self, *args: object, **kwargs: object) -> Mask:
         """The mask with its tensors moved, as `Tensor.to`."""
         return self
 
@@ -70,8 +70,8 @@ class _Data(Mask):
         if not isinstance(self.values, Tensor):
             raise HeadloomError(f"{type(self).__name__} takes a tensor, not a {type(self.values).__name__}")
 
-    def to(self, *args, **kwargs) -> Mask:
-        device = torch.empty(0).to(*args, **kwargs).device
+    def to(self, *args: object, **kwargs: object) -> Mask:
+        device = torch.empty(0).to(*args, **kwargs).device  # type: ignore[call-overload]
         return type(self)(self.values.to(device))
 
 
@@ -106,7 +106,7 @@ class And(Mask):
     def parts(self) -> Iterator[Mask]:
         yield from self.members
 
-    def to(self, *args, **kwargs) -> Mask:
+    def to(self, *args: object, **kwargs: object) -> Mask:
         return And(tuple(m.to(*args, **kwargs) for m in self.members))
 
     def visible(self, query_index: Tensor, key_index: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Exactly(Mask):
                 "hl.Exactly(hl.Dense(visible))"
             )
 
-    def to(self, *args, **kwargs) -> Mask:
+    def to(self, *args: object, **kwargs: object) -> Mask:
         return Exactly(self.mask.to(*args, **kwargs))
 
     def visible(self, query_index: Tensor, key_index: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ class Mix(nn.Module):
             half = out.is_floating_point() and torch.finfo(out.dtype).bits < 32
             return x.to(out.device) if half else out
 
-        return super()._apply(keep_wide, recurse)
+        super()._apply(keep_wide, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def extra_repr(self) -> str:
         return "x".join(map(str, self.weight.shape))
@@ -35,10 +36,11 @@ class Mix(nn.Module):
 def mix_scores(weight_OH: Tensor, x_BHTS: Tensor) -> Tensor:
     """sum_h weight[o, h] x[b, h, t, s] as one matrix product over all pairs, (B, O, T, S) contiguous."""
     with own_width(x_BHTS):
-        return (weight_OH.to(x_BHTS.dtype) @ x_BHTS.flatten(2)).unflatten(2, x_BHTS.shape[2:])
+        mixed: Tensor = (weight_OH.to(x_BHTS.dtype) @ x_BHTS.flatten(2)).unflatten(2, x_BHTS.shape[2:])
+    return mixed
 
 
-def own_width(x: Tensor) -> contextlib.AbstractContextManager:
+def own_width(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Without autocast."""
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext()

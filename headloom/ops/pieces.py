@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import NamedTuple
 
 import torch
@@ -207,10 +207,11 @@ def _block(W: int, P: int) -> int:
     return max(1, rows // P)
 
 
-_SEGMENTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_Segments = list[tuple[int, int, list[tuple[int, int]]]] | None
+_SEGMENTS: MutableMapping[Tensor, tuple[int, _Segments]] = WeakTensorKeyDictionary()
 
 
-def segments(documents_BS: Tensor) -> list[tuple[int, int, list[tuple[int, int]]]] | None:
+def segments(documents_BS: Tensor) -> _Segments:
     """(first batch row, rows, [(start, end) of each document]) or None where a document is not one run.
 
     Reads the values, once per tensor: all layers of a model share it.
@@ -218,7 +219,7 @@ def segments(documents_BS: Tensor) -> list[tuple[int, int, list[tuple[int, int]]
     held = _SEGMENTS.get(documents_BS)
     if held is not None and held[0] == documents_BS._version:
         return held[1]
-    groups: list[tuple[int, int, list[tuple[int, int]]]] | None = []
+    groups: _Segments = []
     for b, row in enumerate(documents_BS.tolist()):
         cuts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
         runs = [(i, j) for i, j in itertools.pairwise(cuts) if i < j and row[i] >= 0]

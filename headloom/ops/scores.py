@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from headloom.ops import blocks, fused, gpu, pieces
+from headloom.ops.autograd import Context, Shape
 from headloom.ops.masks import Visibility, expand_rows
 from headloom.ops.pieces import Piece
 
@@ -116,10 +117,10 @@ def attend(
     ]
     given = (None, None) if lowered is not None else (visibility.documents_BS, visibility.pairs_BTS)
     flat = [number for piece in lowered or () for number in piece]
-    out, _ = torch.ops.headloom.scores(q_BHTK, k_BGSK, v_BGSV, *given, rule, flat, lowered is None, scale)
+    found: Tensor = torch.ops.headloom.scores(q_BHTK, k_BGSK, v_BGSV, *given, rule, flat, lowered is None, scale)[0]
     for hook in hooks:  # on the meta device: once on as many pairs as are counted
         hook(q_BHTK.new_empty(1, q_BHTK.shape[1], 1, _pairs(q_BHTK.shape, k_BGSK.shape, flat, lowered is None)))
-    return out
+    return found
 
 
 def record(path: str) -> None:
@@ -142,7 +143,17 @@ def _pad(x: Tensor, width: int) -> Tensor:
     schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? pairs, SymInt[] rule, SymInt[] pieces, "
     "bool masked, float scale) -> (Tensor, Tensor)",
 )
-def scores(q, k, v, documents, pairs, rule, pieces, masked, scale):
+def scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    pairs: Tensor | None,
+    rule: list[int],
+    pieces: list[int],
+    masked: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Merged output and log-sum-exp. Unequal widths are padded: the fused kernel wants one, and zeros add nothing.
 
     Sizes are SymInt: compiled, one graph then serves every length of a growing cache.
@@ -162,7 +173,7 @@ def scores(q, k, v, documents, pairs, rule, pieces, masked, scale):
 
 
 @scores.register_fake
-def _(q, k, v, documents, pairs, rule, pieces, masked, scale):
+def _(q: Tensor, k: Tensor, v: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
     B, H, T, _ = q.shape
     lse = q.new_empty(B, H, T, dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2), lse
@@ -174,7 +185,20 @@ def _(q, k, v, documents, pairs, rule, pieces, masked, scale):
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, Tensor? pairs, "
     "SymInt[] rule, SymInt[] pieces, bool masked, float scale) -> (Tensor, Tensor, Tensor)",
 )
-def scores_backward(grad, q, k, v, out, lse, documents, pairs, rule, pieces, masked, scale):
+def scores_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    pairs: Tensor | None,
+    rule: list[int],
+    pieces: list[int],
+    masked: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     key_width, value_width = q.shape[-1], v.shape[-1]
     width = max(key_width, value_width)
     grad, q, k, v, out = (_pad(x, width) for x in (grad, q, k, v, out))
@@ -193,24 +217,28 @@ def scores_backward(grad, q, k, v, out, lse, documents, pairs, rule, pieces, mas
     else:
         dq, dk, dv = fused.pieces_backward(grad, q, k, v, out, lse, _pieces(pieces), scale)
     widths = (key_width, key_width, value_width)
-    return tuple(
+    dq, dk, dv = (
         d[..., :w].transpose(1, 2).to(q.dtype).contiguous().transpose(1, 2)
         for d, w in zip((dq, dk, dv), widths, strict=True)
     )
+    return dq, dk, dv
 
 
 @scores_backward.register_fake
-def _(grad, q, k, v, out, lse, documents, pairs, rule, pieces, masked, scale):
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: object) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
 
 
-def _setup(ctx, inputs, output):
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, list[int], list[int], bool, float]
+
+
+def _setup(ctx: Context, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, documents, pairs, rule, pieces, masked, scale = inputs
     ctx.save_for_backward(q, k, v, *output, documents, pairs)
     ctx.plain = (rule, pieces, masked, scale)
 
 
-def _backward(ctx, grad_out, grad_lse):
+def _backward(ctx: Context, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, documents, pairs = ctx.saved_tensors
     grads = torch.ops.headloom.scores_backward(grad_out, q, k, v, out, lse, documents, pairs, *ctx.plain)
     return (*grads, None, None, None, None, None, None)
@@ -219,7 +247,9 @@ def _backward(ctx, grad_out, grad_lse):
 scores.register_autograd(_backward, setup_context=_setup)
 
 
-def _masked_blocks(q: Tensor, documents: Tensor | None, pairs: Tensor | None, rule: Sequence[int]):
+def _masked_blocks(
+    q: Tensor, documents: Tensor | None, pairs: Tensor | None, rule: Sequence[int]
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """(query rows, key columns, additive mask) of query blocks small enough that the mask stays small."""
     T, S, causal, window, P, rows_causal = rule
     visibility = Visibility(T, S, bool(causal), window or None, documents, pairs)
@@ -234,25 +264,48 @@ def _masked_blocks(q: Tensor, documents: Tensor | None, pairs: Tensor | None, ru
         yield slice(first * P, last * P), slice(start * P, end * P), bias.unsqueeze(1)
 
 
-def _pairs(q_shape, k_shape, flat, masked) -> int:
+def _pairs(q_shape: Shape, k_shape: Shape, flat: Sequence[int], masked: bool) -> int:
     """Counted (query, key) pairs of the batch, per head."""
     if _convention == "full" or masked:
         return q_shape[0] * q_shape[2] * k_shape[2]
     return sum(piece.pairs() for piece in _pieces(flat))
 
 
-def _multiply_adds(q_shape, k_shape, v_shape, flat, masked) -> int:
+def _multiply_adds(q_shape: Shape, k_shape: Shape, v_shape: Shape, flat: Sequence[int], masked: bool) -> int:
     """Of the two score products: (query width + value width) per counted pair and head."""
     return _pairs(q_shape, k_shape, flat, masked) * q_shape[1] * (q_shape[-1] + v_shape[-1])
 
 
 @register_flop_formula(torch.ops.headloom.scores)
-def _flops(q, k, v, documents, pairs, rule, pieces, masked, scale, *, out_shape=None, **_) -> int:
+def _flops(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    documents: Shape | None,
+    pairs: Shape | None,
+    rule: list[int],
+    pieces: list[int],
+    masked: bool,
+    scale: float,
+    **_: object,
+) -> int:
     return 2 * _multiply_adds(q, k, v, pieces, masked)
 
 
 @register_flop_formula(torch.ops.headloom.scores_backward)
 def _backward_flops(
-    grad, q, k, v, out, lse, documents, pairs, rule, pieces, masked, scale, *, out_shape=None, **_
+    grad: Shape,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    out: Shape,
+    lse: Shape,
+    documents: Shape | None,
+    pairs: Shape | None,
+    rule: list[int],
+    pieces: list[int],
+    masked: bool,
+    scale: float,
+    **_: object,
 ) -> int:
     return 4 * _multiply_adds(q, k, v, pieces, masked)

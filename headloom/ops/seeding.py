@@ -25,7 +25,9 @@ class _ByName(TorchFunctionMode):
         super().__init__()
         self.names, self.seed = names, seed
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args else kwargs.get("tensor")
         name = self.names.get(id(target))

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
 
 from headloom.ops import blocks, pieces, scores
+from headloom.ops.autograd import Context, Shape
 from headloom.ops.masks import Visibility
 
 PASS_ELEMENTS = 1 << 22  # of the queries of one call
@@ -56,9 +57,8 @@ def attend(
     scores.record("masked" if lowered is None else "fused")
     rule = [visibility.T, visibility.S, int(visibility.causal), visibility.window or 0, second]
     flat = [number for piece in lowered or () for number in piece]
-    out, _ = torch.ops.headloom.simplicial(
-        *values, visibility.documents_BS, visibility.pairs_BTS, rule, flat, lowered is None, scale
-    )
+    given = (visibility.documents_BS, visibility.pairs_BTS, rule, flat, lowered is None, scale)
+    out: Tensor = torch.ops.headloom.simplicial(*values, *given)[0]
     return out
 
 
@@ -80,11 +80,24 @@ class _Passes:
     k2: Tensor
     v2: Tensor
     visibility: Visibility
-    arguments: tuple
+    arguments: tuple[Tensor | None, Tensor | None, list[int], list[int], bool, float]
     distances: range
 
     @classmethod
-    def of(cls, q, k1, k2, v1, v2, documents, pairs, rule, flat, masked, scale) -> _Passes:
+    def of(
+        cls,
+        q: Tensor,
+        k1: Tensor,
+        k2: Tensor,
+        v1: Tensor,
+        v2: Tensor,
+        documents: Tensor | None,
+        pairs: Tensor | None,
+        rule: list[int],
+        flat: list[int],
+        masked: bool,
+        scale: float,
+    ) -> _Passes:
         T, S, causal, window, second = rule
         wide = torch.promote_types(q.dtype, torch.float32)
         grouped = q.to(wide).unflatten(1, (k1.shape[1], -1)).unsqueeze(3)
@@ -146,7 +159,19 @@ _SCHEMA = (
 
 
 @torch.library.custom_op("headloom::simplicial", mutates_args=(), schema=f"({_SCHEMA.format('')}) -> (Tensor, Tensor)")
-def simplicial(q, k1, k2, v1, v2, documents, pairs, rule, pieces, masked, scale):
+def simplicial(
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v1: Tensor,
+    v2: Tensor,
+    documents: Tensor | None,
+    pairs: Tensor | None,
+    rule: list[int],
+    pieces: list[int],
+    masked: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Output, and the merged log-sum-exp in float32 at least (-inf: the row sees nothing)."""
     passes = _Passes.of(q, k1, k2, v1, v2, documents, pairs, rule, pieces, masked, scale)
     B, G, r, _, T, _ = passes.q.shape
@@ -164,7 +189,7 @@ def simplicial(q, k1, k2, v1, v2, documents, pairs, rule, pieces, masked, scale)
 
 
 @simplicial.register_fake
-def _(q, k1, k2, v1, v2, documents, pairs, rule, pieces, masked, scale):
+def _(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
     B, H, T, _ = q.shape
     lse = q.new_empty(B, H, T, dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(B, T, H, v1.shape[-1]).transpose(1, 2), lse
@@ -175,7 +200,22 @@ def _(q, k1, k2, v1, v2, documents, pairs, rule, pieces, masked, scale):
     mutates_args=(),
     schema=f"(Tensor grad, {_SCHEMA.format('Tensor out, Tensor lse, ')}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def simplicial_backward(grad, q, k1, k2, v1, v2, out, lse, documents, pairs, rule, pieces, masked, scale):
+def simplicial_backward(
+    grad: Tensor,
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v1: Tensor,
+    v2: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    pairs: Tensor | None,
+    rule: list[int],
+    pieces: list[int],
+    masked: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
     passes = _Passes.of(q, k1, k2, v1, v2, documents, pairs, rule, pieces, masked, scale)
     B, G, r, _, T, _ = passes.q.shape
     wide, V = passes.q.dtype, v1.shape[-1]
@@ -206,17 +246,21 @@ def simplicial_backward(grad, q, k1, k2, v1, v2, out, lse, documents, pairs, rul
 
 
 @simplicial_backward.register_fake
-def _(grad, q, k1, k2, v1, v2, out, lse, documents, pairs, rule, pieces, masked, scale):
+def _(grad: Tensor, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, *_rest: object) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k1, k2, v1, v2))
 
 
-def _setup(ctx, inputs, output):
-    *values, documents, pairs, rule, pieces, masked, scale = inputs
-    ctx.save_for_backward(*values, *output, documents, pairs)
+_Values = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_Inputs = tuple[*_Values, Tensor | None, Tensor | None, list[int], list[int], bool, float]
+
+
+def _setup(ctx: Context, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
+    q, k1, k2, v1, v2, documents, pairs, rule, pieces, masked, scale = inputs
+    ctx.save_for_backward(q, k1, k2, v1, v2, *output, documents, pairs)
     ctx.plain = (rule, pieces, masked, scale)
 
 
-def _backward(ctx, grad_out, grad_lse):
+def _backward(ctx: Context, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     grads = torch.ops.headloom.simplicial_backward(grad_out, *ctx.saved_tensors, *ctx.plain)
     return (*grads, None, None, None, None, None, None)
 
@@ -236,19 +280,46 @@ def triples(rule: Sequence[int], convention: str) -> int:
     return sum(keys(i, window or S) * keys(i, second) for i in range(S - T, S))
 
 
-def _multiply_adds(q_shape, v1_shape, rule) -> int:
+def _multiply_adds(q_shape: Shape, v1_shape: Shape, rule: Sequence[int]) -> int:
     """(query width + value width) per triple and head; products of q with k2 and of outputs with v2 are no matmuls."""
     return q_shape[0] * q_shape[1] * triples(rule, scores.convention()) * (q_shape[-1] + v1_shape[-1])
 
 
 @register_flop_formula(torch.ops.headloom.simplicial)
-def _flops(q, k1, k2, v1, v2, documents, pairs, rule, pieces, masked, scale, *, out_shape=None, **_) -> int:
+def _flops(
+    q: Shape,
+    k1: Shape,
+    k2: Shape,
+    v1: Shape,
+    v2: Shape,
+    documents: Shape | None,
+    pairs: Shape | None,
+    rule: list[int],
+    pieces: list[int],
+    masked: bool,
+    scale: float,
+    **_: object,
+) -> int:
     return 2 * _multiply_adds(q, v1, rule)
 
 
 @register_flop_formula(torch.ops.headloom.simplicial_backward)
 def _backward_flops(
-    grad, q, k1, k2, v1, v2, out, lse, documents, pairs, rule, pieces, masked, scale, *, out_shape=None, **_
+    grad: Shape,
+    q: Shape,
+    k1: Shape,
+    k2: Shape,
+    v1: Shape,
+    v2: Shape,
+    out: Shape,
+    lse: Shape,
+    documents: Shape | None,
+    pairs: Shape | None,
+    rule: list[int],
+    pieces: list[int],
+    masked: bool,
+    scale: float,
+    **_: object,
 ) -> int:
     return 4 * _multiply_adds(q, v1, rule)
 
@@ -287,7 +358,19 @@ def weigh(
     return weights.movedim(4, 3), places, (start, end)
 
 
-def _blockwise(q, k1, k2, v1, v2, visibility, second, scale, kind, softcap, dropout) -> Tensor:
+def _blockwise(
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v1: Tensor,
+    v2: Tensor,
+    visibility: Visibility,
+    second: int,
+    scale: float,
+    kind: str,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
     """As `attend`; several blocks are recomputed in the backward, so memory stays one block's."""
     T, S = visibility.T, visibility.S
     distances = len(offsets(T, S, visibility.causal, second))
@@ -296,7 +379,7 @@ def _blockwise(q, k1, k2, v1, v2, visibility, second, scale, kind, softcap, drop
     if visibility.window is not None:
         rows = min(rows, visibility.window)
 
-    def block(q, k1, k2, v1, v2, first: int, last: int) -> Tensor:
+    def block(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, first: int, last: int) -> Tensor:
         weights, places, (start, end) = weigh(
             q, k1, k2, visibility, second, scale, kind=kind, softcap=softcap, first=first, last=last
         )

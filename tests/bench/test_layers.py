@@ -16,7 +16,7 @@ from headloom.bench.decode import decode
 from headloom.bench.memory import peak_bytes
 from headloom.bench.setting import Peak, Setting
 from headloom.bench.speed import Timing, interleaved
-from headloom.bench.subjects import Layers, call, configs_of, inputs, subject
+from headloom.bench.subjects import Layers, configs_of, inputs, module_call, subject
 
 SIZES = Sizes(24, 4)
 MHA, IHA = Named("mha", "mha", {}), Named("iha", "iha", {"pseudo_heads": 2})
@@ -85,10 +85,10 @@ def test_backward_leaves_no_gradient_and_forward_no_graph():
     made, x = subject(IHA, SIZES, 8, HOW), inputs(1, 8, 24, HOW)
     grads = []
     made.module.layers[0].q_proj.weight.register_hook(lambda grad: grads.append(grad.abs().sum()))
-    call(made.module, x, "backward")()
+    module_call(made.module, x, "backward")()
     assert len(grads) == 1 and grads[0] > 0
     assert all(p.grad is None for p in made.module.parameters())
-    assert not call(made.module, x, "forward")().requires_grad
+    assert not module_call(made.module, x, "forward")().requires_grad
 
 
 def test_rows_of_speed():
@@ -275,10 +275,10 @@ def test_a_straightforward_form_runs_beside_its_variant_with_its_weights(monkeyp
 
 def test_against_other_shapes_copies_nothing(mine):
     wide = subject(Named("mha", "mha", {"head_dim": 12}), SIZES, 8, HOW)
-    found = against.compare(wide, against.build(f"{mine}:Plain", SIZES, HOW), inputs(1, 8, 24, HOW))
+    found = against.compare_outputs(wide, against.build_theirs(f"{mine}:Plain", SIZES, HOW), inputs(1, 8, 24, HOW))
     assert found["max_difference"] is None and "q_proj.weight is (24, 24), not (48, 24)" in found["reason"]
     schedule = subject(HYBRID, SIZES, 8, HOW)
-    found = against.compare(schedule, against.build(f"{mine}:Plain", SIZES, HOW), inputs(1, 8, 24, HOW))
+    found = against.compare_outputs(schedule, against.build_theirs(f"{mine}:Plain", SIZES, HOW), inputs(1, 8, 24, HOW))
     assert found["reason"] == "hybrid is no single layer"
 
 
@@ -305,7 +305,8 @@ def test_modules_that_cannot_be_compared(mine, text, part):
 def test_a_files_name_may_be_a_librarys(tmp_path):
     (tmp_path / "json.py").write_text(MINE)
     text = f"{tmp_path}/json.py:Plain"
-    assert type(against.build(text, SIZES, HOW).module).__name__ == "Plain" and hasattr(sys.modules["json"], "dumps")
+    theirs = against.build_theirs(text, SIZES, HOW).module
+    assert type(theirs).__name__ == "Plain" and hasattr(sys.modules["json"], "dumps")
 
 
 def test_wrong_sizes_name_the_variant():

@@ -10,7 +10,7 @@ import torch
 
 import headloom as hl
 from headloom.bench import models
-from headloom.bench.asked import Named, Shape
+from headloom.bench.asked import ModelSize, Named
 from headloom.bench.memory import peak_bytes
 from headloom.bench.models import optimizer_of, original_of, saved_bytes, steps, training_step
 from headloom.bench.setting import Setting
@@ -19,7 +19,7 @@ from headloom.hf import build_model
 
 MHA, IHA = Named("mha", "mha", {}), Named("iha", "iha", {"pseudo_heads": 2})
 ARGUMENTS = {"vocab_size": 37, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
-SHAPE = Shape("dwarf", 8, ARGUMENTS)
+SHAPE = ModelSize("dwarf", 8, ARGUMENTS)
 HOW = Setting(repeats=2, warmup=0)
 
 
@@ -116,7 +116,7 @@ def test_a_model_that_no_longer_fits_is_left_out(monkeypatch):
 
 def test_what_no_machine_has_is_said_in_gib(monkeypatch):
     monkeypatch.setattr(models, "_free", lambda setting: 2**40)
-    huge = Shape("huge", 8, {**ARGUMENTS, "hidden_size": 2**17, "intermediate_size": 2**18})
+    huge = ModelSize("huge", 8, {**ARGUMENTS, "hidden_size": 2**17, "intermediate_size": 2**18})
     rows, skipped = steps([MHA], [huge], HOW, tokens=[], batch_sizes=[1])
     assert rows == [] and skipped[0]["reason"].endswith(f" GiB, {1024 * models.ROOM:.1f} available")
 
@@ -126,7 +126,7 @@ def test_the_memory_of_a_size_is_given_back_for_the_next():
     steps([MHA], [SHAPE], HOW, tokens=[], batch_sizes=[1])
     process = psutil.Process()
     before = process.memory_info().rss
-    wide = Shape("wide", 8, {**ARGUMENTS, "hidden_size": 384, "num_layers": 8, "intermediate_size": 1024})
+    wide = ModelSize("wide", 8, {**ARGUMENTS, "hidden_size": 384, "num_layers": 8, "intermediate_size": 1024})
     ((row,), _) = steps([MHA], [wide], HOW, tokens=[], batch_sizes=[1])
     assert process.memory_info().rss - before < 16 * row["parameters"] / 4
 

@@ -82,7 +82,7 @@ def test_compare_again_as_json_keeps_the_runs(compared, text_file):
 
 
 def test_what_a_library_prints_does_not_reach_the_json(compared, text_file, monkeypatch):
-    import headloom.lab.compare as lab
+    import headloom.lab.study as lab
 
     real = lab.make_plan
     monkeypatch.setattr(lab, "make_plan", lambda *given: print("a library's chatter") or real(*given))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import headloom
 from headloom.cli.app import app
 from headloom.costs.catalogue import SIZES, entries, grafts_exactly
-from headloom.costs.formula import Size, cache_formula
+from headloom.costs.formula import SymbolicSize, cache_formula
 from headloom.lab.spec.names import LINES, _texts, described
 from headloom.lab.spec.variants import defaults
 from headloom.mechanism import mechanisms
@@ -56,7 +56,7 @@ def test_every_form_gives_the_measured_number_elsewhere():
 
 
 def test_sizes_remember_their_letters():
-    G, K = Size.named(6, "G"), Size.named(10, "K")
+    G, K = SymbolicSize.named(6, "G"), SymbolicSize.named(10, "K")
     assert str(G // 2 * (2 * K) + K * G) == "2 G K" and G // 2 * (2 * K) + K * G == 120
     assert str(1 * (G + K) + 3) == "3 + G + K"
     assert type(G // 4) is int and type(G // K) is int

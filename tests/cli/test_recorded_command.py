@@ -51,7 +51,7 @@ def recorded(call, monkeypatch, tmp_path):
         asked.append((study, spec, command))
         raise HeadloomError("not carried out")
 
-    monkeypatch.setattr(lab, "_run", instead)
+    monkeypatch.setattr(lab, "carry_out", instead)
 
     def one(*words):
         done = call("compare", *words)

@@ -120,3 +120,16 @@ def test_results_show_themselves_shortly(attn, x):
     assert repr(hl.maps(attn, x)) == "Maps(patterns (2, 3, 14, 14), effective (2, 3, 3, 7, 7))"
     shown = repr(hl.cost("mha", hidden_size=8, num_heads=2, tokens=4))
     assert shown.startswith("Cost(mha, 4 tokens: 256 parameters, ") and len(shown) < 200
+
+
+@pytest.mark.parametrize("name", list(hl.mechanisms()))
+def test_every_config_class_is_imported_from_headloom(name):
+    cls = hl.mechanisms()[name].config_cls
+    assert getattr(hl, cls.__name__) is cls
+    attn = hl.attention(cls.tiny())
+    assert type(attn.config) is cls and attn.config == cls.tiny()
+
+
+def test_a_config_class_that_is_none_is_no_name_of_headloom():
+    with pytest.raises(AttributeError, match="module 'headloom' has no attribute 'IHHAConfig'"):
+        hl.IHHAConfig  # noqa: B018

@@ -276,16 +276,15 @@ def test_published_head_counts_match_in_parameters(width):
 
 def test_a_comparison_may_differ_in_what_the_bases_decide_and_in_nothing_else():
     """mla's rotary width and each base's sizes follow from the base; another mechanism's rotary width does not."""
-    from headloom.lab.compare import make_spec
+    from headloom.lab.compare import comparison_study
     from headloom.lab.plan.fairness import refuse_other_differences
-    from headloom.lab.plan.layers import allowed_differences, attention_config, meaningless
-    from headloom.lab.spec.sizes import get_size
-    from headloom.lab.spec.variants import parse_variants
+    from headloom.lab.plan.layers import allowed_differences, meaningless, resolved_attention
+    from headloom.lab.spec.resolve import resolve_study
 
     def check(variants):
         common = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1}
-        found = make_spec(parse_variants(variants), get_size("tiny"), **common)
-        configs = {v.label: {"mechanism": v.mechanism, **attention_config(found, v)} for v in found.variants}
+        found = resolve_study(comparison_study(variants, "tiny", **common), kind="compare")
+        configs = {v.label: {"mechanism": v.mechanism, **resolved_attention(found, v)} for v in found.variants}
         refuse_other_differences(configs, allowed_differences(found), meaningless(found))
 
     check("mha,mla,tpa,sas:base=tpa,iha:base=mla")

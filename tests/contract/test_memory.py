@@ -12,7 +12,7 @@ from headloom.bench.memory import peak_bytes
 SCRIPT = """
 import resource, sys
 import torch
-import headloom.mechanism as attention
+from headloom.mechanism import attention
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -88,11 +88,12 @@ def test_full_convention_equals_pytorchs_counter_on_plain_products(name: str):
     ):  # one that scores otherwise has its closed form in its own test
         call = attn._prepare(x)
         with FlopCounterMode(display=False) as plain:
-            q, k, v = (y.repeat_interleave(call.q.shape[1] // y.shape[1], 1) for y in (call.q, call.k, call.v))
+            given = (call.q, *attn.expand(call.handle))
+            q, k, v = (y.repeat_interleave(call.q.shape[1] // y.shape[1], 1) for y in given)
             between = [hook or torch.nn.Identity() for hook in (attn.on_logits, attn.on_weights)]
             between[1](torch.softmax(between[0](q @ k.transpose(-1, -2)), -1)) @ v
         with FlopCounterMode(display=False) as ours:
-            attn.score(call.q, call.k, call.v, call.visibility)
+            attn.score(call.q, call.handle, call.visibility)
         assert ours.get_total_flops() == plain.get_total_flops()
     with FlopCounterMode(display=False) as forward:
         out = attn(x.requires_grad_())

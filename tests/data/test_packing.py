@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from headloom.core.errors import HeadloomError
 from headloom.data import packing as packing_module
 from headloom.data.corpus import Corpus
-from headloom.data.packing import TokenStream, TrainingRows, pack, prepare, row_order
+from headloom.data.packing import TokenStream, TrainingRows, pack_documents, prepare, row_order
 from headloom.data.sources import Document
 from headloom.data.tokenizer import make_tokenizer
 
@@ -34,17 +34,17 @@ def corpus_of(train: list[str], validation: list[str]) -> Corpus:
 
 
 def test_documents_stand_between_end_tokens_and_bytes_are_the_texts():
-    stream = pack([Document("a", "ab"), Document("b", "é")], make_tokenizer("bytes"))
+    stream = pack_documents([Document("a", "ab"), Document("b", "é")], make_tokenizer("bytes"))
     assert stream.ids.tolist() == [END, 97, 98, END, 0xC3, 0xA9, END]
     assert (stream.bytes, stream.documents, stream.predictions) == (4, 2, 6)
 
 
 def test_the_fast_way_for_bytes_equals_the_tokenizer(monkeypatch):
     documents = [Document(str(i), text) for i, text in enumerate(["x <|endoftext|> y", "é\r\n\t 你", "z" * 50])]
-    fast = pack(documents, make_tokenizer("bytes"))
+    fast = pack_documents(documents, make_tokenizer("bytes"))
     monkeypatch.setattr(packing_module, "is_bytes", lambda tokenizer: False)
     monkeypatch.setattr(packing_module, "_BATCH_CHARACTERS", 20)
-    slow = pack(documents, make_tokenizer("bytes"))
+    slow = pack_documents(documents, make_tokenizer("bytes"))
     assert fast.ids.tolist() == slow.ids.tolist() and fast.bytes == slow.bytes
     assert fast.ids.tolist().count(END) == 4  # the spelling inside a text is no end token
 
@@ -52,7 +52,7 @@ def test_the_fast_way_for_bytes_equals_the_tokenizer(monkeypatch):
 def test_bpe_streams_spell_the_text():
     texts = ["the cat sat on the mat. " * 9, "one more <|endoftext|> cat. " * 9]
     tokenizer = make_tokenizer("bpe:280", texts)
-    stream = pack([Document(str(i), text) for i, text in enumerate(texts)], tokenizer)
+    stream = pack_documents([Document(str(i), text) for i, text in enumerate(texts)], tokenizer)
     ends = [i for i, token in enumerate(stream.ids) if token == tokenizer.eos_token_id]
     assert len(ends) == 3 and ends[0] == 0 and ends[-1] == len(stream.ids) - 1
     assert tokenizer.decode(stream.ids[ends[0] + 1 : ends[1]].tolist()) == texts[0]
@@ -200,14 +200,14 @@ def lossy(kind: str) -> PreTrainedTokenizerFast:
     ],
 )
 def test_the_share_of_text_that_tokens_do_not_carry(kind, text, lost):
-    stream = pack([Document("a", text)], lossy(kind))
+    stream = pack_documents([Document("a", text)], lossy(kind))
     assert stream.lost == pytest.approx(lost / len(text.encode())) and stream.bytes == len(text.encode())
 
 
 @pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
 def test_tokenizers_of_bytes_lose_nothing(spec):
     texts = ["naïve <|endoftext|> café \U0010ffff\r\n\t x . , n't", " the cat sat on the mat" * 20]
-    assert pack([Document("a", text) for text in texts], make_tokenizer(spec, texts * 9)).lost == 0.0
+    assert pack_documents([Document("a", text) for text in texts], make_tokenizer(spec, texts * 9)).lost == 0.0
 
 
 def test_a_lossy_tokenizer_is_refused_and_a_little_loss_is_said():

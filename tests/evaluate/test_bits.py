@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headloom.core.errors import HeadloomError
-from headloom.data.packing import TokenStream, pack
+from headloom.data.packing import TokenStream, pack_documents
 from headloom.data.sources import Document
 from headloom.data.tokenizer import make_tokenizer
 from headloom.evaluate import Total, bits_per_byte
@@ -53,7 +53,7 @@ def count(tokens: int) -> TokenStream:
 
 
 def test_a_uniform_model_pays_log2_of_the_vocabulary_a_token():
-    stream = pack([Document("a", "héllo"), Document("b", "x" * 40)], make_tokenizer("bytes"))
+    stream = pack_documents([Document("a", "héllo"), Document("b", "x" * 40)], make_tokenizer("bytes"))
     measured = bits_per_byte(Uniform(258), stream, context=7)
     # 6 + 40 bytes are 46 byte tokens and 2 end tokens after the begin token
     assert (measured.tokens, measured.bytes) == (48, 46)
@@ -87,7 +87,7 @@ def small_llama(vocabulary: int = 258) -> LlamaForCausalLM:
 
 def test_batch_size_does_not_change_the_result_and_the_mode_is_kept():
     model = small_llama().train()
-    stream = pack([Document("a", "some text to measure, 83 bytes. " * 9)], make_tokenizer("bytes"))
+    stream = pack_documents([Document("a", "some text to measure, 83 bytes. " * 9)], make_tokenizer("bytes"))
     values = [bits_per_byte(model, stream, context=17, batch_size=size).bits_per_byte for size in (1, 3, 64)]
     assert max(values) - min(values) < 1e-5 * values[0]
     assert model.training
@@ -97,7 +97,8 @@ def test_batch_size_does_not_change_the_result_and_the_mode_is_kept():
 
 def test_a_real_model_agrees_with_one_token_at_a_time():
     model, context = small_llama().double().eval(), 5
-    stream = pack([Document("a", "abcdefghij")], make_tokenizer("bytes"))  # 12 tokens: rows of 5, 5, and 4 (stride 4)
+    # 12 tokens: rows of 5, 5, and 4 (stride 4)
+    stream = pack_documents([Document("a", "abcdefghij")], make_tokenizer("bytes"))
     ids = torch.from_numpy(stream.ids.astype(np.int64))
     paid = 0.0
     for target in range(1, len(ids)):
@@ -112,7 +113,7 @@ def test_a_real_model_agrees_with_one_token_at_a_time():
 
 def test_half_precision_is_near_and_only_on_request():
     model = small_llama()
-    stream = pack([Document("a", "some text to measure. " * 9)], make_tokenizer("bytes"))
+    stream = pack_documents([Document("a", "some text to measure. " * 9)], make_tokenizer("bytes"))
     exact = bits_per_byte(model, stream, context=17).nll_per_token
     half = bits_per_byte(model, stream, context=17, dtype=torch.bfloat16).nll_per_token
     assert half != exact and half == pytest.approx(exact, rel=1e-2)

@@ -45,4 +45,4 @@ def train(run, data, tokenizer, folder, on_progress, **options):
 
 
 runs.train = train
-worker.main(sys.argv[1])
+worker.serve(sys.argv[1])

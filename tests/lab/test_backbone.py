@@ -13,9 +13,8 @@ from headloom.hf.grafting.backbone import read_backbone
 from headloom.lab.compare import compare_command, comparison_study
 from headloom.lab.plan import layers
 from headloom.lab.plan.layers import meta_model, run_config
-from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import StudySpec
-from headloom.lab.spec.variants import parse_variants
 from headloom.lab.study import Study
 from headloom.train.config import RunConfig
 from headloom.train.run import build
@@ -42,9 +41,8 @@ def folder(tmp_path_factory):
 
 
 def spec_of(variants="mha,iha", **given):
-    parsed = parse_variants(variants)
     common = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1, **given}
-    return resolve(comparison_study(parsed, "tiny", **common), kind="compare", variants=parsed)
+    return resolve_study(comparison_study(variants, **common), kind="compare")
 
 
 def test_a_config_is_the_backbone_of_every_variant(folder):
@@ -138,10 +136,10 @@ def test_sizes_given_beside_a_config_are_the_familys(published):
     assert (config.n_embd, config.n_layer, config.n_inner, config.n_positions) == (48, 5, 192, 64)
     spec = spec_of(config=published("gpt2"), tokens=65)
     with pytest.raises(HeadloomError, match="mha: a context of 65 tokens is longer than the config's 64 learned posi"):
-        layers.attention_config(spec, spec.variants[0])
+        layers.resolved_attention(spec, spec.variants[0])
     spec = spec_of("gqa,iha", config=published("mistral"), backbone={"heads": 3, "head_dim": 8}, tokens=16)
     with pytest.raises(HeadloomError, match=r"gqa: the config's 4 heads share 2 key/value heads, 2 a head: .*not 3"):
-        layers.attention_config(spec, spec.variants[0])
+        layers.resolved_attention(spec, spec.variants[0])
 
 
 @pytest.mark.parametrize("knob", ["F", "layers", "heads", "width"])
@@ -160,9 +158,9 @@ def test_every_knob_turns_or_is_refused(name, knob, published):
     )
     if knob == "heads" and name.startswith("gpt"):
         with pytest.raises(HeadloomError, match=f"the heads of a {name} model fill its width, so their number cannot"):
-            resolve(study)
+            resolve_study(study)
         return
-    spec = resolve(study)
+    spec = resolve_study(study)
     iha = spec.variants[1]
     shapes, matches = match_budgets(spec, layers.Counts(spec, 61))
     counted = layers.count_parameters(spec, iha, shapes["iha"], 61)

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.plan.budget import nearest, setting, solve, turned
+from headloom.lab.plan.budget import nearest, setting, turn_knobs, with_knob
 from headloom.lab.spec.resolved import Shape
 
 SHAPE = Shape(
@@ -14,7 +14,7 @@ SHAPE = Shape(
 def match(count, target, *, start=344, label="the variant", tolerance=0.005):
     """By the feed-forward width alone."""
     shape = SHAPE.model_copy(update={"intermediate_size": start})
-    return solve(
+    return turn_knobs(
         shape,
         ("F",),
         lambda s: count(s.intermediate_size),
@@ -73,22 +73,22 @@ def test_values_without_a_model_are_passed_over():
 
 
 def test_what_each_knob_turns():
-    assert turned(SHAPE, "F", 7).intermediate_size == 7
-    assert turned(SHAPE, "layers", 3).num_layers == 3
-    more = turned(SHAPE, "heads", 12)
+    assert with_knob(SHAPE, "F", 7).intermediate_size == 7
+    assert with_knob(SHAPE, "layers", 3).num_layers == 3
+    more = with_knob(SHAPE, "heads", 12)
     assert (more.num_heads, more.head_dim, more.hidden_size) == (12, 16, 128)
-    wide = turned(SHAPE, "width", 9)  # nine pairs of features for each of eight heads
+    wide = with_knob(SHAPE, "width", 9)  # nine pairs of features for each of eight heads
     assert (wide.hidden_size, wide.head_dim, wide.num_heads, wide.intermediate_size) == (144, 18, 8, 384)
     for knob in ("F", "layers", "heads", "width", "steps"):
-        assert turned(SHAPE, knob, setting(SHAPE, knob)) == SHAPE
+        assert with_knob(SHAPE, knob, setting(SHAPE, knob)) == SHAPE
 
 
 def test_the_first_knob_comes_near_and_the_last_must_reach():
     def count(shape):
         return 1000 * shape.num_layers * shape.steps
 
-    shape, found = solve(SHAPE, ("layers", "steps"), count, 3.4 * 300 * 1000, match="flops", tolerance=0.01)
+    shape, found = turn_knobs(SHAPE, ("layers", "steps"), count, 3.4 * 300 * 1000, match="flops", tolerance=0.01)
     assert (shape.num_layers, shape.steps) == (3, 340)
     assert found.relative == 0
     with pytest.raises(HeadloomError, match=r"training FLOPs within 1.0%: .* \(-11.8%\) at num_layers=3"):
-        solve(SHAPE, ("layers",), count, 3.4 * 300 * 1000, match="flops", tolerance=0.01)
+        turn_knobs(SHAPE, ("layers",), count, 3.4 * 300 * 1000, match="flops", tolerance=0.01)

@@ -5,13 +5,14 @@ import json
 import pytest
 
 from headloom.core.errors import HeadloomError, RunError
-from headloom.lab.compare import Comparison, Interrupted, compare, make_spec
+from headloom.lab.compare import Comparison, compare, comparison_study
 from headloom.lab.plan.plan import make_plan
 from headloom.lab.results.statistics import paired_difference
 from headloom.lab.run.progress import Progress
+from headloom.lab.run.runner import Interrupted
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import identity
 from headloom.lab.spec.sizes import get_size
-from headloom.lab.spec.variants import parse_variants
 
 TWO = "mha,iha:pseudo_heads=2"
 
@@ -251,7 +252,7 @@ def test_one_seed_says_so(small, tmp_path):
 
 def plan(variants, text_file, **changes):
     given = {"data": str(text_file), "tokenizer": "bytes", "threads": 1, "seeds": 1, **changes}
-    return make_plan(make_spec(parse_variants(variants), get_size("tiny"), **given))
+    return make_plan(resolve_study(comparison_study(variants, "tiny", **given), kind="compare"))
 
 
 def test_the_default_four_match_within_half_a_percent(text_file):

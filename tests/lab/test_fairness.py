@@ -51,15 +51,14 @@ def test_what_means_nothing_to_a_mechanism_makes_no_difference():
 
 
 def test_a_mechanism_without_rotary_compares_with_those_that_have_it():
-    from headloom.lab.compare import make_spec
-    from headloom.lab.plan.layers import allowed_differences, attention_config, meaningless
-    from headloom.lab.spec.sizes import get_size
-    from headloom.lab.spec.variants import parse_variants
+    from headloom.lab.compare import comparison_study
+    from headloom.lab.plan.layers import allowed_differences, meaningless, resolved_attention
+    from headloom.lab.spec.resolve import resolve_study
 
     def check(variants):
         given = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1}
-        spec = make_spec(parse_variants(variants), get_size("tiny"), **given)
-        configs = {v.label: attention_config(spec, v) for v in spec.variants}
+        spec = resolve_study(comparison_study(variants, "tiny", **given), kind="compare")
+        configs = {v.label: resolved_attention(spec, v) for v in spec.variants}
         refuse_other_differences(configs, allowed_differences(spec), meaningless(spec))
         return {label: config["attention"]["rope_theta"] for label, config in configs.items()}
 

@@ -5,7 +5,7 @@ import pytest
 from headloom.core.errors import HeadloomError
 from headloom.core.files import write_json
 from headloom.lab.plan.places import slug
-from headloom.lab.run.folder import open_folder
+from headloom.lab.run.folder import open_study_folder
 
 
 def hold(path, study_hash, **resolved):
@@ -14,17 +14,20 @@ def hold(path, study_hash, **resolved):
 
 
 def test_a_new_and_an_empty_folder_are_taken(tmp_path):
-    assert open_folder(tmp_path / "a" / "b", "h", {}).joinpath("runs").is_dir()
+    assert open_study_folder(tmp_path / "a" / "b", "h", {}).joinpath("runs").is_dir()
     (tmp_path / "empty").mkdir()
-    assert open_folder(tmp_path / "empty", "h", {}) == tmp_path / "empty"
+    assert open_study_folder(tmp_path / "empty", "h", {}) == tmp_path / "empty"
 
 
 def test_the_same_study_is_taken_and_another_refused_with_the_way_out(tmp_path):
     hold(tmp_path, "old", configs={"mha": {"steps": 100, "seed": 0}})
-    assert open_folder(tmp_path, "old", {}) == tmp_path
-    assert open_folder(tmp_path, "grown", {"configs": {"a": {"steps": 100, "seed": 7}, "b": {"steps": 5}}}) == tmp_path
+    assert open_study_folder(tmp_path, "old", {}) == tmp_path
+    assert (
+        open_study_folder(tmp_path, "grown", {"configs": {"a": {"steps": 100, "seed": 7}, "b": {"steps": 5}}})
+        == tmp_path
+    )
     with pytest.raises(HeadloomError) as caught:
-        open_folder(tmp_path, "new", {"configs": {"mha": {"steps": 200, "seed": 1}}})
+        open_study_folder(tmp_path, "new", {"configs": {"mha": {"steps": 200, "seed": 1}}})
     message = str(caught.value)
     assert "holds another study (mha.steps 100 there, 200 here), and none of its runs can be used again" in message
     assert "choose another --out" in message
@@ -35,27 +38,27 @@ def test_the_same_study_is_taken_and_another_refused_with_the_way_out(tmp_path):
 def test_a_folder_with_other_things_and_a_file_are_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(HeadloomError, match="not empty and holds no study"):
-        open_folder(tmp_path, "h", {})
+        open_study_folder(tmp_path, "h", {})
     with pytest.raises(HeadloomError, match="is a file"):
-        open_folder(tmp_path / "thesis.tex", "h", {})
+        open_study_folder(tmp_path / "thesis.tex", "h", {})
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_damaged_study_is_not_overwritten(tmp_path):
     (tmp_path / "study.json").write_text("{half")
     with pytest.raises(HeadloomError, match="not empty"):
-        open_folder(tmp_path, "h", {})
+        open_study_folder(tmp_path, "h", {})
 
 
 def test_the_default_name_counts_up_and_finds_its_own_study_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert str(open_folder(None, "one", {})) == "headloom-compare"
+    assert str(open_study_folder(None, "one", {})) == "headloom-compare"
     hold(tmp_path / "headloom-compare", "one")
-    assert str(open_folder(None, "two", {})) == "headloom-compare-2"
+    assert str(open_study_folder(None, "two", {})) == "headloom-compare-2"
     hold(tmp_path / "headloom-compare-2", "two")
-    assert str(open_folder(None, "one", {})) == "headloom-compare"
-    assert str(open_folder(None, "two", {})) == "headloom-compare-2"
-    assert str(open_folder(None, "three", {})) == "headloom-compare-3"
+    assert str(open_study_folder(None, "one", {})) == "headloom-compare"
+    assert str(open_study_folder(None, "two", {})) == "headloom-compare-2"
+    assert str(open_study_folder(None, "three", {})) == "headloom-compare-3"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from headloom.lab.run.engines import inline
 from headloom.lab.run.progress import Progress
 from headloom.lab.run.status import study_status
 from headloom.lab.run.work import Failed
-from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.study import Study
 from headloom.records.runs import RunResult
 
@@ -142,17 +142,17 @@ def test_a_rate_that_diverges_bounds_the_grid(run):
 
 
 def test_the_next_rate_keeps_the_ratio_at_its_own_edge():
-    spec = resolve(Study(variants=("mha", "gqa"), learning_rates=(0.0003, 0.001, 0.002), extend_grid=2))
+    spec = resolve_study(Study(variants=("mha", "gqa"), learning_rates=(0.0003, 0.001, 0.002), extend_grid=2))
     rates = list(spec.learning_rates)
     assert rate_beyond(spec, rates, 0.0003) == 9e-5 and rate_beyond(spec, rates, 0.002) == 0.004
     assert rate_beyond(spec, rates, 0.001) is None and rate_beyond(spec, rates, None) is None
     assert rate_beyond(spec, [9e-5, *rates], 9e-5) == 2.7e-5
     assert rate_beyond(spec, [2.7e-5, 9e-5, *rates], 2.7e-5) is None
     with pytest.raises(HeadloomError, match="goes on beyond a grid, and there is one rate"):
-        resolve(Study(variants=("mha", "gqa"), extend_grid=1))
+        resolve_study(Study(variants=("mha", "gqa"), extend_grid=1))
 
 
 def test_ready_studies_go_on_beyond_the_tiny_grid_only():
     for name in ("equal_parameters", "equal_time", "equal_flops", "spend_it_elsewhere"):
-        assert resolve(Study.from_yaml(name, size="tiny")).extend_grid == 3
-        assert resolve(Study.from_yaml(name)).extend_grid == 0
+        assert resolve_study(Study.from_yaml(name, size="tiny")).extend_grid == 3
+        assert resolve_study(Study.from_yaml(name)).extend_grid == 0

@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.compare import Interrupted
 from headloom.lab.plan import timing
 from headloom.lab.plan.places import ASIDE
 from headloom.lab.run import growth
 from headloom.lab.run.progress import Progress
+from headloom.lab.run.runner import Interrupted
 from headloom.lab.run.status import study_status
 from headloom.lab.study import Study
 from headloom.records.runs import CONFIG, FAILURE, RunFailure
@@ -159,9 +159,9 @@ def test_learning_rates_are_added_to_a_grid(study, tmp_path):
 )
 def test_what_makes_every_run_another_is_refused_before_the_text_is_read(study, tmp_path, monkeypatch, values, part):
     held = {"hash": "x", "command": "its command", "versions": growth_versions(), "resolved": {}}
-    from headloom.lab.spec.resolve import resolve
+    from headloom.lab.spec.resolve import resolve_study
 
-    (tmp_path / "study.json").write_text(json.dumps({**held, "spec": resolve(study()).model_dump(mode="json")}))
+    (tmp_path / "study.json").write_text(json.dumps({**held, "spec": resolve_study(study()).model_dump(mode="json")}))
     monkeypatch.setattr("headloom.data.load_corpus", lambda *_: pytest.fail("the text was read"))
     with pytest.raises(HeadloomError, match=rf"holds another study \({part}.*choose another --out.*: its command"):
         study(**values).run(tmp_path)

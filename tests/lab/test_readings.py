@@ -2,7 +2,7 @@
 
 import pytest
 
-from headloom.lab.results.readings import at_step, at_time, time_sentence, told_apart
+from headloom.lab.results.readings import at_step, at_time, pairwise_differences, time_sentence
 from headloom.lab.results.statistics import paired_difference
 
 CURVE = [{"step": 10, "bits_per_byte": 4.0}, {"step": 20, "bits_per_byte": 3.0}, {"step": 40, "bits_per_byte": 2.0}]
@@ -78,7 +78,7 @@ def test_times_are_told_apart_by_the_interval_of_their_ratio():
     timing = {"mha": {"median": 32.2, "samples": mha}, "gqa": {"median": 32.5, "samples": gqa}}
     timing["sas"] = {"median": 2.7 * 32.2, "samples": sas}
     quality = {"mha": {0: 2.9, 1: 2.8}, "gqa": {0: 2.6, 1: 2.7}, "sas": {0: 2.5}}
-    found = told_apart(["mha", "gqa", "sas"], quality, {"mha": 300, "gqa": 300, "sas": 150}, timing)
+    found = pairwise_differences(["mha", "gqa", "sas"], quality, {"mha": 300, "gqa": 300, "sas": 150}, timing)
     assert [(pair["variant"], pair["other"]) for pair in found] == [("mha", "gqa"), ("mha", "sas"), ("gqa", "sas")]
     time = found[0]["time"]
     ratios = sorted(a / b for a, b in zip(mha, gqa, strict=True))
@@ -92,8 +92,8 @@ def test_times_are_told_apart_by_the_interval_of_their_ratio():
 
 
 def test_step_times_without_their_samples_give_no_interval():
-    (found,) = told_apart(
+    (found,) = pairwise_differences(
         ["a", "b"], {"a": {}, "b": {}}, {"a": 2, "b": 1}, {"a": {"median": 1.0}, "b": {"median": 4.0}}
     )
     assert found["time"] == {"ratio": 0.5, "low": None, "high": None}
-    assert told_apart(["a", "b"], {"a": {}, "b": {}}, {"a": 2, "b": 1}, {})[0]["time"] is None
+    assert pairwise_differences(["a", "b"], {"a": {}, "b": {}}, {"a": 2, "b": 1}, {})[0]["time"] is None

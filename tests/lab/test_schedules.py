@@ -3,22 +3,25 @@
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.compare import compare_command, make_spec
+from headloom.lab.compare import compare_command, comparison_study
 from headloom.lab.plan.fairness import refuse_other_differences
 from headloom.lab.plan.layers import (
     allowed_differences,
-    attention_config,
     count_parameters,
     meaningless,
     run_config,
 )
+from headloom.lab.plan.layers import (
+    resolved_attention as resolved_attention,
+)
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.sizes import get_size
 from headloom.lab.spec.variants import parse_variants
 
 
 def spec(variants, size="small", **changes):
     given = {"seeds": 1, "data": "stdlib", "tokenizer": "bytes", "threads": 1, **changes}
-    return make_spec(parse_variants(variants), get_size(size), **given)
+    return resolve_study(comparison_study(variants, size, **given), kind="compare")
 
 
 def test_options_are_typed_and_the_text_comes_back():
@@ -51,7 +54,7 @@ def test_what_is_resolved():
     """small: 6 layers, context 512: W = 512 / 8 = 64; four local layers, a global one, a local one."""
     found = spec("mha,hybrid:num_kv_heads=8:qk_norm=head")
     hybrid = found.variant("hybrid")
-    config = attention_config(found, hybrid)
+    config = resolved_attention(found, hybrid)
     assert set(config["layers"]) == {"0-3,5", "4"}
     local = config["layers"]["0-3,5"]
     assert (local["mechanism"], local["window"], local["pseudo_heads"]) == ("iha", 64, 2)
@@ -69,7 +72,7 @@ def test_what_is_resolved():
 def test_only_the_schedule_may_differ():
     def check(variants):
         found = spec(variants)
-        configs = {v.label: {"mechanism": v.mechanism, **attention_config(found, v)} for v in found.variants}
+        configs = {v.label: {"mechanism": v.mechanism, **resolved_attention(found, v)} for v in found.variants}
         refuse_other_differences(configs, allowed_differences(found), meaningless(found))
 
     check("mha,hybrid")
@@ -85,4 +88,14 @@ def test_only_the_schedule_may_differ():
 def test_a_schedule_that_does_not_fit_names_the_variant():
     found = spec("mha,hybrid:pseudo_heads=16", tokens=64)
     with pytest.raises(HeadloomError, match=r"^hybrid: hybrid's window N/\(2 P\^2\) is below 1"):
-        attention_config(found, found.variant("hybrid"))
+        resolved_attention(found, found.variant("hybrid"))
+
+
+def test_what_every_place_of_a_pattern_says_is_common_to_its_layers():
+    layers = "[[iha, {pseudo_heads: 2, softcap: 30}], [mha, {softcap: 30}]]"
+    found = spec(f"mha:softcap=30,pattern:layers={layers}")
+    config = resolved_attention(found, found.variant("pattern"))
+    assert config["attention"]["softcap"] == 30.0 and set(config["layers"]) == {"0,2,4", "1,3,5"}
+    assert "softcap" not in config["layers"]["1,3,5"]
+    configs = {v.label: {"mechanism": v.mechanism, **resolved_attention(found, v)} for v in found.variants}
+    refuse_other_differences(configs, allowed_differences(found), meaningless(found))

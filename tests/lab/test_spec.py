@@ -4,17 +4,18 @@ import shlex
 import pytest
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.compare import compare_command, make_spec
+from headloom.lab.compare import compare_command, comparison_study
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import StudySpec, identity
 from headloom.lab.spec.sizes import SIZES, gated_width, get_size
-from headloom.lab.spec.variants import Variant, parse_variants
+from headloom.lab.spec.variants import parse_variants
 
-TWO = [Variant("mha", {}, "mha"), Variant("iha", {"pseudo_heads": 2}, "iha")]
+TWO = ["mha", ("iha", {"pseudo_heads": 2})]
 
 
 def spec(variants=TWO, size="tiny", **changes):
     given = {"seeds": 3, "data": "stdlib", "tokenizer": "bytes", "threads": 2, **changes}
-    return make_spec(list(variants), get_size(size), **given)
+    return resolve_study(comparison_study(variants, size, **given), kind="compare")
 
 
 def test_nothing_is_left_open():
@@ -36,8 +37,8 @@ def test_json_round_trip_is_strict():
 
 
 def test_the_reference_is_the_first_where_the_usual_one_is_absent():
-    assert spec([Variant("sas", {}, "sas"), Variant("iha", {}, "iha")]).reference == "sas"
-    assert spec([Variant("sas", {}, "sas"), Variant("mha", {}, "mha")]).reference == "mha"
+    assert spec("sas,iha").reference == "sas"
+    assert spec("sas,mha").reference == "mha"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_an_unknown_size_names_the_near_one():
 
 def test_the_command_says_a_mapping_so_that_it_is_read_back():
     scaling = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e-05, "note": "a, b: {c}"}
-    made = spec([Variant("mha", {"rope_scaling": scaling}, "mha"), Variant("iha", {"rope_scaling": scaling}, "iha")])
+    made = spec([("mha", {"rope_scaling": scaling}), ("iha", {"rope_scaling": scaling})])
     words = shlex.split(compare_command(made))
     found = parse_variants(words[words.index("--variants") + 1])
     assert [variant.options["rope_scaling"] for variant in found] == [scaling] * 2

@@ -8,21 +8,21 @@ from headloom.lab.results.statistics import (
     correct,
     decimals,
     holm,
+    mean_and_sd,
     median_interval,
     paired_difference,
     pairs_needed,
     sentence,
-    spread,
     summary,
 )
 
 
 def test_spread_by_hand():
-    found = spread([1.0, 2.0, 4.0])
+    found = mean_and_sd([1.0, 2.0, 4.0])
     assert (found.n, found.mean) == (3, pytest.approx(7 / 3))
     assert found.sd == pytest.approx(math.sqrt(7 / 3))  # deviations -4/3, -1/3, 5/3: squares sum to 42/9, over 2
-    assert spread([5.0]).sd is None
-    assert spread([]).mean is None
+    assert mean_and_sd([5.0]).sd is None
+    assert mean_and_sd([]).mean is None
 
 
 def test_interval_by_hand():

@@ -9,7 +9,7 @@ from headloom.lab.plan import timing
 from headloom.lab.plan.budget import TOLERANCE
 from headloom.lab.plan.plan import make_plan
 from headloom.lab.spec.ready import ready_studies
-from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.study import Study
 
 SMALL = {
@@ -33,7 +33,7 @@ def labels(spec):
 
 @pytest.mark.parametrize("name", ready_studies())
 def test_ready_studies_are_fair_and_matched_at_tiny_size(name, text_file):
-    spec = resolve(Study.from_yaml(name, size="tiny", settings=[f"data={text_file}"]))
+    spec = resolve_study(Study.from_yaml(name, size="tiny", settings=[f"data={text_file}"]))
     plan = make_plan(spec)
     assert spec.question.endswith("?") and len(spec.seeds) >= 3 and spec.threads == 1
     for variant in spec.variants:
@@ -52,7 +52,7 @@ def test_ready_studies_are_fair_and_matched_at_tiny_size(name, text_file):
 
 @pytest.mark.parametrize("name", ready_studies())
 def test_ready_studies_resolve_at_the_papers_size(name):
-    spec = resolve(Study.from_yaml(name))
+    spec = resolve_study(Study.from_yaml(name))
     assert spec.size == "125M" and spec.name == name
     assert {v.shape.hidden_size for v in spec.variants} == {768} and len(spec.seeds) >= 3
 
@@ -62,10 +62,10 @@ def test_the_ready_studies_are_those_of_the_specification():
         "equal_parameters", "equal_time", "equal_flops", "spend_it_elsewhere", "heads_sweep", "kernel_sizes",
         "order_and_aggregation", "iha_pseudo_heads", "context_length", "initial_attention",
     }  # fmt: skip
-    sweep = resolve(Study.from_yaml("heads_sweep")).variants
+    sweep = resolve_study(Study.from_yaml("heads_sweep")).variants
     assert [(v.shape.num_heads, v.shape.num_heads * v.shape.head_dim) for v in sweep[:2]] == [(1, 768), (2, 768)]
     assert sweep[-1].shape.num_heads == 96
-    contexts = [v.shape.tokens for v in resolve(Study.from_yaml("context_length")).variants]
+    contexts = [v.shape.tokens for v in resolve_study(Study.from_yaml("context_length")).variants]
     assert (min(contexts), max(contexts)) == (256, 16384)
 
 
@@ -88,7 +88,7 @@ def test_the_ready_studies_are_those_of_the_specification():
         ({"variants": ["mha", "ihaa"]}, ["unknown mechanism 'ihaa'. Did you mean 'iha'?"]),
         ({"variants": ["mha"]}, ["at least two variants, not 1"]),
         ({"variants": ["mha", "iha:pseudo_head=2"]}, ["Did you mean 'pseudo_heads'?"]),
-        ({"variants": ["mha", "gqa", "gqa"]}, ["two variants are called 'gqa'"]),
+        ({"variants": ["mha", "gqa", "gqa"]}, ["the variant 'gqa' is given twice"]),
         ({"variants": ["mha", {"use": "sas", "sweep": {"kernel": [1]}}]}, ["unknown option 'kernel' of sas"]),
         ({"variants": ["mha", {"use": "sas", "sweep": {"kernel_size": []}}]}, ["sweep.kernel_size is empty"]),
         ({"variants": ["mha", {"use": "sas", "against": "gqa"}]}, ["compared with 'gqa', which is no other variant"]),
@@ -126,7 +126,7 @@ def test_the_ready_studies_are_those_of_the_specification():
 )  # fmt: skip
 def test_what_is_refused_before_any_data_is_read(values, parts):
     with pytest.raises(HeadloomError) as caught:
-        resolve(Study.from_mapping({"variants": ["mha", "iha:pseudo_heads=2"], "data": "nowhere", **values}))
+        resolve_study(Study.from_mapping({"variants": ["mha", "iha:pseudo_heads=2"], "data": "nowhere", **values}))
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
@@ -166,13 +166,13 @@ def test_sizes_settings_and_what_is_written_come_back(tmp_path):
     assert (found.steps, found.seeds, found.data, found.name) == (9, (4, 5), "a b.txt", "mine")
     assert (found.engine.workers, found.engine.timeout, found.learning_rates) == (3, 5.5, (0.001,))
     (tmp_path / "again.yaml").write_text(found.to_yaml())
-    assert resolve(Study.from_yaml(tmp_path / "again.yaml")) == resolve(found)
+    assert resolve_study(Study.from_yaml(tmp_path / "again.yaml")) == resolve_study(found)
     with pytest.raises(HeadloomError, match="must look like key=value"):
         Study.from_yaml(path, settings=["steps"])
 
 
 def test_labels_references_and_groups():
-    spec = resolve(
+    spec = resolve_study(
         study(
             "mha",
             {"use": "sas", "sweep": {"kernel_size": [1, 3]}},
@@ -196,14 +196,16 @@ def test_labels_references_and_groups():
 
 
 def test_axes_move_what_follows_from_them():
-    wide, deep = resolve(study("mha", {"use": "mha", "label": "w", "set": {"width": 256}}, axes=["width"])).variants
+    wide, deep = resolve_study(
+        study("mha", {"use": "mha", "label": "w", "set": {"width": 256}}, axes=["width"])
+    ).variants
     assert (deep.shape.hidden_size, deep.shape.head_dim, deep.shape.intermediate_size) == (256, 32, 680)
     assert (wide.shape.hidden_size, wide.shape.head_dim, wide.shape.intermediate_size) == (128, 16, 344)
 
 
 def test_cache_and_tokens_are_matched_exactly(text_file):
     plan = make_plan(
-        resolve(
+        resolve_study(
             study(
                 "mha",
                 {"use": "mha", "label": "wide rows", "set": {"batch_size": 4}},
@@ -291,7 +293,7 @@ def test_records_of_a_study(trained):
     assert json.loads(lines[0])["flops"] == pytest.approx(per_token * 2 * 15)
     assert [run["mixes"] for run in found.results["runs"]] == ["iha" in r["variant"] for r in found.results["runs"]]
     assert len({run["weights"] for run in found.results["runs"]}) == len(found.results["runs"]) == 6
-    assert resolve(Study.from_yaml(found.folder / "study.yaml")) == resolve(made)
+    assert resolve_study(Study.from_yaml(found.folder / "study.yaml")) == resolve_study(made)
 
 
 def test_a_study_in_python_is_the_one_in_yaml():
@@ -363,7 +365,7 @@ def test_a_mapping_goes_from_yaml_to_the_module_as_it_is(text_file, tmp_path):
         """
     )
     written = Study.from_yaml(path, settings=[f"{key}={json.dumps(value)}" for key, value in SMALL.items()])
-    spec = resolve(written)
+    spec = resolve_study(written)
     assert make_plan(spec).configs["mha"]["attention"]["rope_scaling"] == scaling
     for variant in spec.variants:
         assert variant.options["rope_scaling"] == scaling
@@ -372,9 +374,9 @@ def test_a_mapping_goes_from_yaml_to_the_module_as_it_is(text_file, tmp_path):
     assert spec.variants[1].options["order"] == "token" and spec.variants[2].options["pseudo_heads"] == 3
     assert StudySpec.model_validate_json(spec.model_dump_json()) == spec
     (tmp_path / "again.yaml").write_text(written.to_yaml())
-    assert resolve(Study.from_yaml(tmp_path / "again.yaml")) == spec
+    assert resolve_study(Study.from_yaml(tmp_path / "again.yaml")) == spec
 
 
 def test_an_option_said_twice_for_one_variant_is_refused():
     with pytest.raises(HeadloomError, match="option 'pseudo_heads' of iha is given twice"):
-        resolve(study("mha", {"use": "iha:pseudo_heads=2", "options": {"pseudo_heads": 4}}))
+        resolve_study(study("mha", {"use": "iha:pseudo_heads=2", "options": {"pseudo_heads": 4}}))

@@ -4,13 +4,13 @@ import pytest
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.plan.timing import Measured, match_time
-from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.study import Study
 
 
 def spec(*variants, **values):
     budgets = [{"match": "time", "knob": "steps", **values.pop("budget", {})}]
-    return resolve(Study.from_mapping({"variants": list(variants), "steps": 300, "budgets": budgets, **values}))
+    return resolve_study(Study.from_mapping({"variants": list(variants), "steps": 300, "budgets": budgets, **values}))
 
 
 def clock(seconds):
@@ -94,7 +94,7 @@ def test_real_steps_are_measured_interleaved(text_file, monkeypatch):
     from headloom.lab.plan.timing import step_times
 
     plan = make_plan(
-        resolve(
+        resolve_study(
             Study.from_mapping(
                 {
                     "variants": ["mha", "gqa"],

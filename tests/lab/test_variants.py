@@ -1,6 +1,14 @@
+import re
+
 import pytest
+from pydantic import ValidationError
 
 from headloom.core.errors import HeadloomError
+from headloom.lab.compare import comparison_study
+from headloom.lab.plan.layers import resolved_attention as resolved_attention
+from headloom.lab.spec.resolve import resolve_study
+from headloom.lab.spec.resolved import Variant
+from headloom.lab.spec.study import WrittenStudy
 from headloom.lab.spec.variants import parse_variants, refuse_duplicates
 
 
@@ -120,3 +128,78 @@ def test_a_mapping_keeps_its_types_on_every_way_in_and_round_trips(variants, set
 )
 def test_wrong_values_by_type(variants, settings, parts):
     test_wrong_calls(variants, settings, parts)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2}
+PATTERN = [["iha", {"pseudo_heads": 2, "rope_scaling": LINEAR}], "mha"]
+YAML = """
+variants:
+  - mha
+  - {use: "iha:pseudo_heads=2", options: {rope_scaling: {rope_type: linear, factor: 2}}}
+  - [pattern, {layers: [[iha, {pseudo_heads: 2, rope_scaling: {rope_type: linear, factor: 2}}], mha]}]
+"""
+TEXT = "mha,iha:pseudo_heads=2:rope_scaling={rope_type: linear, factor: 2}"
+
+
+def from_yaml(path, kind):
+    path.write_text(YAML)
+    return resolve_study(WrittenStudy.from_yaml(path, settings=["seeds=2"]), kind=kind).variants
+
+
+def from_text(path, kind):
+    """A list or mapping on the command line is YAML too."""
+    pattern = "pattern:layers=[[iha, {pseudo_heads: 2, rope_scaling: {rope_type: linear, factor: 2}}], mha]"
+    return resolve_study(comparison_study(f"{TEXT},{pattern}", seeds=2), kind=kind).variants
+
+
+def from_python(path, kind):
+    given = ["mha", ("iha", {"pseudo_heads": 2, "rope_scaling": LINEAR}), ("pattern", {"layers": PATTERN})]
+    return resolve_study(WrittenStudy(variants=given, seeds=2), kind=kind).variants
+
+
+def from_settings(path, kind):
+    settings = {"pattern": {"layers": PATTERN}, "iha": {"rope_scaling": LINEAR}}
+    study = comparison_study(["mha", "iha:pseudo_heads=2", "pattern"], settings=settings, seeds=2)
+    return resolve_study(study, kind=kind).variants
+
+
+@pytest.mark.parametrize("ways_in", [from_yaml, from_text, from_python, from_settings])
+def test_mappings_and_lists_of_layers_are_the_same_variant_on_every_way_in(ways_in, tmp_path):
+    _, iha, pattern = ways_in(tmp_path / "a.yaml", "compare")
+    assert iha == Variant(
+        label="iha",
+        mechanism="iha",
+        options={"pseudo_heads": 2, "rope_scaling": LINEAR},
+        against="mha",
+        shape=iha.shape,
+    )
+    assert pattern.options == {"layers": PATTERN}
+    assert iha.shape is not None
+    deeper = iha.shape.model_copy(update={"num_layers": 3})
+    assert pattern.layers(deeper) == [("iha", PATTERN[0][1]), ("mha", {}), ("iha", PATTERN[0][1])]
+    assert parse_variants(["mha", pattern.text])[1].options == pattern.options
+    with pytest.raises(ValidationError, match="frozen"):
+        iha.label = "other"
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("[]", "pattern: an empty pattern: give at least one mechanism"),
+        ("[iha, hybrid]", "'hybrid' is a schedule of many layers"),
+        ("[[iha, {pseudo_head: 2}]]", "unknown option 'pseudo_head' of iha. Did you mean 'pseudo_heads'?"),
+        ("[3]", "must be a mechanism's name or"),
+        ("iha", "layers must be a list, not 'iha'"),
+        ("[mha, mha, iha]", "a pattern of 3 layers does not fit a model of 2"),
+        ("[[mha, {head_dim: 8}]]", "mha sets head_dim, which all variants share"),
+    ],
+)
+def test_patterns_that_cannot_be(layers, message):
+    with pytest.raises(HeadloomError, match=re.escape(message)):
+        spec = resolve_study(comparison_study(f"mha,pattern:layers={layers}", seeds=2), kind="compare")
+        resolved_attention(spec, spec.variants[1])
+
+
+def test_a_setting_given_twice_is_refused():
+    with pytest.raises(HeadloomError, match=r"--set iha\.order is given twice"):
+        comparison_study("mha,iha", settings=["iha.order=token", "iha.order=virtual"], seeds=2)

@@ -203,7 +203,7 @@ def test_state_dict_names_and_shapes():
 
 SCRIPT = """
 import resource, torch
-import headloom.mechanism as attention
+from headloom.mechanism import attention
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 module = attention("deltaformer", hidden_size=128, num_heads=8, head_dim=16)

@@ -209,7 +209,7 @@ def test_large_logits_stay_finite(name, dtype):
     module = hl.attention(name, hidden_size=32, num_heads=4).to(dtype).eval()
     x = torch.randn(2, 9, 32, dtype=dtype)
     ready = module._prepare(x)
-    k = module.expand(ready.k, ready.v)[0]
+    k = module.expand(ready.handle)[0]
     k = k.repeat_interleave(ready.q.shape[1] // k.shape[1], 1)
     peak = (ready.q.float() @ k.float().transpose(-1, -2)).abs().max() * module._scale(ready.q)
     with torch.no_grad():

@@ -202,7 +202,7 @@ def test_counts_are_the_closed_forms():
 
 SCRIPT = """
 import resource, torch
-import headloom.mechanism as attention
+from headloom.mechanism import attention
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -234,7 +234,7 @@ def test_large_scores_stay_finite(dtype):
             p.fill_(2.0)
     x = (draw(2, 6, 11) * 4).to(dtype).requires_grad_()
     call = module._prepare(x)
-    assert (call.q.float().relu()[:, :2] @ call.k.float().mT).max() > 1e3
+    assert (call.q.float().relu()[:, :2] @ call.handle.k.float().mT).max() > 1e3
     out = module(x)
     out.float().sum().backward()
     assert torch.isfinite(out).all() and torch.isfinite(x.grad).all()

@@ -203,7 +203,7 @@ def test_large_logits_stay_finite(dtype, absorb):
     module = hl.attention("mla", hidden_size=32, num_heads=4, absorb=absorb).to(dtype).eval()
     x = torch.randn(2, 7, 32, dtype=dtype)
     ready = module._prepare(x)
-    q, k = ready.q, module.expand(ready.k, ready.v)[0]
+    q, k = ready.q, module.expand(ready.handle)[0]
     peak = (q.float() @ k.float().transpose(-1, -2)).abs().max() * module._scale(q)
     with torch.no_grad():
         module.q_proj.weight.mul_(1e3 / peak)

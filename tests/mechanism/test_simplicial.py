@@ -243,7 +243,7 @@ def test_state_dict_names_and_shapes(norm, k2):
 
 SCRIPT = """
 import resource, torch
-import headloom.mechanism as attention
+from headloom.mechanism import attention
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 for softcap in (None, 5.0):

@@ -6,7 +6,7 @@ import sys
 SCRIPT = """
 import resource, sys
 import torch
-import headloom.mechanism as attention
+from headloom.mechanism import attention
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

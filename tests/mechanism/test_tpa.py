@@ -9,7 +9,7 @@ from oracles.compare import assert_close, assert_matches, draw, randomise, sides
 import headloom as hl
 from headloom.core.errors import HeadloomError
 from headloom.ops import factors
-from headloom.ops.factors import product
+from headloom.ops.factors import mean_product
 from headloom.ops.scores import paths
 
 TPA_SIZES = {"hidden_size": 11, "num_heads": 4, "head_dim": 6, "q_rank": 3, "k_rank": 2, "v_rank": 4}
@@ -116,17 +116,17 @@ def test_blocks_of_keys_equal_the_whole(monkeypatch, options, kind):
 @pytest.mark.parametrize("learns", [False, True])
 def test_the_past_is_never_expanded(monkeypatch, learns):
     """Over a cache no product of factors is longer than the call's own tokens, or a block where many meet the past."""
-    from headloom.contract import bases
+    from headloom.contract.bases import factor
     from headloom.mechanism import tpa
 
-    made, kept = [], product
+    made, kept = [], mean_product
 
     def watched(a, b):
         made.append(a.shape[2])
         return kept(a, b)
 
-    for module in (bases, tpa, factors):
-        monkeypatch.setattr(module, "product", watched)
+    for module in (factor, tpa, factors):
+        monkeypatch.setattr(module, "mean_product", watched)
     monkeypatch.setattr(factors, "_BLOCK_TOKENS", 4)
     attn, cache = build({})[0], hl.Cache()
     with torch.set_grad_enabled(learns):
@@ -288,7 +288,7 @@ def test_large_logits_stay_finite(dtype):
     module = hl.attention("tpa", hidden_size=32, num_heads=4).to(dtype).eval()
     x = torch.randn(2, 7, 32, dtype=dtype)
     ready = module._prepare(x)
-    k, _ = module.expand(ready.k, ready.v)
+    k, _ = module.expand(ready.handle)
     peak = (ready.q.float() @ k.float().transpose(-1, -2)).abs().max() * module._scale(ready.q)
     with torch.no_grad():
         module.q_a.weight.mul_((1e3 / peak) ** 0.5)

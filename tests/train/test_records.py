@@ -123,13 +123,13 @@ def test_folders_of_others_are_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(HeadloomError, match="is a file, not a folder"):
-        folders.prepare(file, {})
+        folders.prepare_folder(file, {})
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(HeadloomError, match=r"records without a config\.json"):
-        folders.prepare(tmp_path, {})
+        folders.prepare_folder(tmp_path, {})
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(HeadloomError, match=r"config\.json' is damaged, no JSON: "):
-        folders.prepare(tmp_path, {"seed": 1})
+        folders.prepare_folder(tmp_path, {"seed": 1})
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from headloom.contract.bases.base import BASES, PROJECTIONS, Base, no_norm, one_of_each
 from headloom.contract.common import FILLED, CommonOptions, Filled, need
 from headloom.contract.layer import Layer
-from headloom.ops.factors import product
+from headloom.ops.factors import mean_product
 from headloom.ops.mixing import mix_heads
 
 
@@ -75,17 +75,17 @@ class FactorBase(Base[FactorOptions]):
         c = attn.config
 
         def factor(name: str, rank: int) -> Tensor:
-            flat: Tensor = getattr(attn, name)(x_BTD)
-            return flat.unflatten(-1, (rank, -1)).transpose(1, 2)
+            ranks: Tensor = getattr(attn, name)(x_BTD).unflatten(-1, (rank, -1))
+            return ranks.transpose(1, 2)
 
         if c.q_rank is None:
             q = attn.q_proj(x_BTD).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
         else:
-            q = product(factor("q_a", c.q_rank), factor("q_b", c.q_rank))
+            q = mean_product(factor("q_a", c.q_rank), factor("q_b", c.q_rank))
         return q, {name: factor(name, rank) for name, (rank, _) in self.slots(c).items()}
 
     def expand(self, attn: Layer[FactorOptions], slots: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return product(slots["k_a"], slots["k_b"]), product(slots["v_a"], slots["v_b"])
+        return mean_product(slots["k_a"], slots["k_b"]), mean_product(slots["v_a"], slots["v_b"])
 
     def mixed(
         self, attn: Layer[FactorOptions], slots: dict[str, Tensor], k_weight: Tensor, v_weight: Tensor
@@ -93,7 +93,7 @@ class FactorBase(Base[FactorOptions]):
         """Heads are mixed in the A factors, R numbers a head instead of K."""
         k_a = mix_heads(k_weight, slots["k_a"].transpose(1, 3)).transpose(1, 3)
         v_a = mix_heads(v_weight, slots["v_a"].transpose(1, 3)).transpose(1, 3)
-        return product(k_a, slots["k_b"]), product(v_a, slots["v_b"])
+        return mean_product(k_a, slots["k_b"]), mean_product(v_a, slots["v_b"])
 
 
 BASES.add("tpa", FactorBase())

@@ -38,7 +38,7 @@ class Nearest:
     count: float
 
 
-def turned(shape: Shape, knob: str, value: int) -> Shape:
+def with_knob(shape: Shape, knob: str, value: int) -> Shape:
     """The shape with a knob at `value`: F, layers and steps are themselves; heads keep their width; the model's width
     counts in pairs of features a head, and the width of a head and the feed-forward's follow it."""
     if knob == "width":
@@ -58,7 +58,8 @@ def nearest(count: Callable[[int], float], target: float, *, start: int, widest:
     """The value >= 1 at which `count` is nearest to `target`.
 
     Args:
-        count: rises with the value; where it raises HeadloomError there is no such model, and the next value counts.
+        count: rises with the value. Where it raises HeadloomError no model of that size can be built, and the next
+            larger value is tried.
         start: a value to begin at.
     """
     known: dict[int, Nearest] = {}
@@ -101,6 +102,7 @@ class Match:
 
     @property
     def relative(self) -> float:
+        """How far the count is from the target, as a share of it: 0.01 is one per cent above."""
         return self.count / self.target - 1
 
     @classmethod
@@ -114,7 +116,7 @@ class Match:
         return {**fields, "relative": self.relative}
 
 
-def solve(
+def turn_knobs(
     shape: Shape,
     knobs: Sequence[str],
     count: Callable[[Shape], float],
@@ -131,7 +133,7 @@ def solve(
     assert knobs
     for knob in knobs:
         found = nearest(_counting(shape, knob, count), target, start=setting(shape, knob))
-        shape = turned(shape, knob, found.value)
+        shape = with_knob(shape, knob, found.value)
     met = Match(match, tuple(knobs), target, found.count)
     if abs(met.relative) > tolerance:
         name = FIELDS[knob][0]
@@ -144,4 +146,4 @@ def solve(
 
 
 def _counting(shape: Shape, knob: str, count: Callable[[Shape], float]) -> Callable[[int], float]:
-    return lambda value: count(turned(shape, knob, value))
+    return lambda value: count(with_knob(shape, knob, value))

@@ -26,7 +26,7 @@ def differences(
 ) -> dict[str, dict[str, Any]]:
     """Every key whose values differ over the labelled configs: key -> {label: value}.
 
-    `without`: label -> keys that mean nothing to what it stands for; its value there is not compared.
+    `without`: label -> keys that this variant's mechanism ignores; its value there is not compared.
     """
     without = without or {}
     flat = {label: flatten(config) for label, config in configs.items()}

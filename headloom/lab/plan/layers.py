@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, VariantSpec
+from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, Variant
 
 if TYPE_CHECKING:
     from headloom.mechanism import AttentionConfig
     from headloom.train.config import RunConfig
 
 
-def attention_config(spec: StudySpec, variant: VariantSpec, shape: Shape | None = None) -> dict[str, Any]:
+def resolved_attention(spec: StudySpec, variant: Variant, shape: Shape | None = None) -> dict[str, Any]:
     """The resolved attention; a HeadloomError names the variant whose options do not fit.
 
     {"attention": the config of every layer} for a mechanism. For a schedule, and in a backbone with several kinds of
@@ -21,21 +21,23 @@ def attention_config(spec: StudySpec, variant: VariantSpec, shape: Shape | None 
     option: value}}.
     """
     from headloom.core.config import fields_of
-    from headloom.mechanism import AttentionConfig
+    from headloom.mechanism import AttentionConfig, mechanisms
     from headloom.mechanism.schedules import option_classes, places
 
-    shape = shape or variant.shape
+    shape = shape or spec.shapes[variant.label]
     try:
         made = layer_configs(spec, variant, shape)
         classes = option_classes(variant.mechanism)
         every = [config.to_dict() for _, config in made]
-        if len(classes) == 1:
+        if variant.mechanism in mechanisms():
             alike = {key: value for key, value in every[0].items() if all(one[key] == value for one in every)}
             if len(alike) == len(every[0]):
                 return {"attention": alike}
         else:
             of_schedule, common = fields_of(classes[0]), fields_of(AttentionConfig)
-            given = {k: v for k, v in variant.options.items() if k in common and k not in of_schedule}
+            first, *others = (options for _, options in variant.layers(shape))
+            given = {k: v for k, v in first.items() if k in common and k not in of_schedule}
+            given = {k: v for k, v in given.items() if all(k in one and one[k] == v for one in others)}
             facts = shared(spec, shape)
             alike = AttentionConfig(**{**facts[0], **given}).to_dict()
             for name in [n for n in facts[0] if n not in given and any(one[n] != facts[0][n] for one in facts)]:
@@ -52,18 +54,11 @@ def attention_config(spec: StudySpec, variant: VariantSpec, shape: Shape | None 
     return {"attention": alike, "layers": {places(indices): layers[indices[0]] for indices in kinds.values()}}
 
 
-def layer_specs(variant: VariantSpec, shape: Shape) -> list[tuple[str, dict[str, Any]]]:
-    """(mechanism, options) of every layer."""
-    from headloom.mechanism.schedules import layers_of
-
-    return layers_of(variant.mechanism, variant.options, num_layers=shape.num_layers, tokens=shape.tokens)
-
-
-def layer_configs(spec: StudySpec, variant: VariantSpec, shape: Shape) -> list[tuple[str, AttentionConfig]]:
+def layer_configs(spec: StudySpec, variant: Variant, shape: Shape) -> list[tuple[str, AttentionConfig]]:
     """(mechanism, its config) of every layer."""
     from headloom.mechanism import built_config
 
-    layers = zip(layer_specs(variant, shape), shared(spec, shape), strict=True)
+    layers = zip(variant.layers(shape), shared(spec, shape), strict=True)
     return [(name, built_config(name, facts, options)) for (name, options), facts in layers]
 
 
@@ -105,20 +100,20 @@ def meaningless(spec: StudySpec) -> dict[str, set[str]]:
     found = {}
     for v in spec.variants:
         if v.mechanism in mechanisms():
-            (_, config), *_ = layer_configs(spec, v, v.shape)
-            facts = shared(spec, v.shape)[0]
+            (_, config), *_ = layer_configs(spec, v, spec.shapes[v.label])
+            facts = shared(spec, spec.shapes[v.label])[0]
             unused = facts.keys() - config.adopted(facts, v.options).keys()
             found[v.label] = {f"attention.{name}" for name in {*config.without, *config.base_fields, *unused}}
     return found
 
 
 def run_config(
-    spec: StudySpec, variant: VariantSpec, shape: Shape, seed: int, learning_rate: float | None = None
+    spec: StudySpec, variant: Variant, shape: Shape, seed: int, learning_rate: float | None = None
 ) -> RunConfig:
     """One run's configuration."""
     from headloom.train.config import RunConfig
 
-    specs = layer_specs(variant, shape)
+    specs = variant.layers(shape)
     if spec.backbone is None:
         # `rope_theta` is the model's: layers read it from there, so that all of them turn alike.
         specs = [(name, {key: value for key, value in given.items() if key != "rope_theta"}) for name, given in specs]
@@ -143,20 +138,20 @@ def run_config(
     )
 
 
-def meta_model(spec: StudySpec, variant: VariantSpec, shape: Shape, vocab_size: int) -> Any:
+def meta_model(spec: StudySpec, variant: Variant, shape: Shape, vocab_size: int) -> Any:
     """The variant's model on the meta device: nothing but sizes."""
     from headloom.train.run import build
 
     return build(run_config(spec, variant, shape, 0).model_copy(update={"vocab_size": vocab_size}), device="meta")
 
 
-def count_parameters(spec: StudySpec, variant: VariantSpec, shape: Shape, vocab_size: int) -> int:
+def count_parameters(spec: StudySpec, variant: Variant, shape: Shape, vocab_size: int) -> int:
     """Trainable numbers of the whole model, tied ones once."""
     return sum(parameter.numel() for parameter in meta_model(spec, variant, shape, vocab_size).parameters())
 
 
 def training_flops(
-    spec: StudySpec, variant: VariantSpec, shape: Shape, vocab_size: int, convention: str = "exact"
+    spec: StudySpec, variant: Variant, shape: Shape, vocab_size: int, convention: str = "exact"
 ) -> float:
     """Of forward and backward of the whole model, per predicted token: three times the forward pass's."""
     from headloom.costs.count import model_flops
@@ -165,7 +160,7 @@ def training_flops(
     return 3.0 * model_flops(model, shape.tokens, convention) / (shape.tokens - 1)
 
 
-def attention_costs(spec: StudySpec, variant: VariantSpec, shape: Shape) -> dict[str, float]:
+def attention_costs(spec: StudySpec, variant: Variant, shape: Shape) -> dict[str, float]:
     """Of all layers' attention: forward FLOPs per token (visible pairs), and the cache's bytes."""
     from headloom.costs.count import config_cost
 
@@ -189,25 +184,25 @@ class Counts:
         self._spec, self._vocab_size = spec, vocab_size
         self._known: dict[tuple[Any, ...], Any] = {}
 
-    def _once(self, what: str, variant: VariantSpec, shape: Shape, count: Callable[..., Any], *rest: Any) -> Any:
+    def _once(self, what: str, variant: Variant, shape: Shape, count: Callable[..., Any], *rest: Any) -> Any:
         key = (what, variant.label, *shape.model_copy(update={"steps": 1, "batch_size": 1}).model_dump().values())
         if key not in self._known:
             self._known[key] = count(self._spec, variant, shape, *rest)
         return self._known[key]
 
-    def parameters(self, variant: VariantSpec, shape: Shape) -> int:
+    def parameters(self, variant: Variant, shape: Shape) -> int:
         """Trainable numbers of the whole model."""
         return int(self._once("parameters", variant, shape, count_parameters, self._vocab_size))
 
-    def attention(self, variant: VariantSpec, shape: Shape) -> dict[str, float]:
+    def attention(self, variant: Variant, shape: Shape) -> dict[str, float]:
         """As `attention_costs`."""
         return dict(self._once("attention", variant, shape, attention_costs))
 
-    def flops(self, variant: VariantSpec, shape: Shape, convention: str) -> float:
+    def flops(self, variant: Variant, shape: Shape, convention: str) -> float:
         """Of training, per predicted token."""
         return float(self._once(convention, variant, shape, training_flops, self._vocab_size, convention))
 
-    def budget(self, budget: BudgetSpec, variant: VariantSpec, shape: Shape) -> float:
+    def budget(self, budget: BudgetSpec, variant: Variant, shape: Shape) -> float:
         """What a budget says of a variant of this shape."""
         if budget.match == "parameters":
             return self.parameters(variant, shape)

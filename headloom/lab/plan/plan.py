@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
 from headloom.core.machine import versions
-from headloom.lab.plan.budget import Match, solve
+from headloom.lab.plan.budget import Match, turn_knobs
 from headloom.lab.plan.fairness import refuse_other_differences
 from headloom.lab.plan.layers import (
     Counts,
     allowed_differences,
-    attention_config,
     meaningless,
+    resolved_attention,
     run_config,
 )
-from headloom.lab.plan.places import run_folder
-from headloom.lab.spec.resolved import BudgetSpec, Shape, StudySpec, VariantSpec
+from headloom.lab.plan.places import run_path
+from headloom.lab.spec.resolved import BudgetSpec, Shape, StudySpec, Variant
 from headloom.lab.spec.variants import refuse_duplicates
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Plan:
             shape = self.shapes[variant.label]
             run = self.run(variant.label, self.spec.seeds[0]).to_dict()
             settings = {key: value for key, value in run.items() if key not in ("name", "specs", "num_kv_heads")}
-            attention = attention_config(self.spec, variant, shape)
+            attention = resolved_attention(self.spec, variant, shape)
             found[variant.label] = {"mechanism": variant.mechanism, **attention, **settings}
         return found
 
@@ -113,7 +113,7 @@ def make_plan(spec: StudySpec, on_corpus: Callable[[Corpus], None] | None = None
     Raises HeadloomError for data that cannot be used, options that do not fit the size, budgets that cannot be matched,
     equal variants, and unfair ones.
     """
-    attentions = {variant.label: attention_config(spec, variant) for variant in spec.variants}  # cheap, so first
+    attentions = {variant.label: resolved_attention(spec, variant) for variant in spec.variants}  # cheap, so first
     refuse_duplicates(
         {v.label: (v.mechanism, {**attentions[v.label], **v.settings, "": repr(v.knobs)}) for v in spec.variants}
     )
@@ -125,7 +125,7 @@ def make_plan(spec: StudySpec, on_corpus: Callable[[Corpus], None] | None = None
 
     corpus = load_corpus(spec.data, text_column=spec.text_column)
     tokenizer = make_tokenizer(spec.tokenizer, [document.text for document in corpus.train])
-    longest = max(variant.shape.tokens for variant in spec.variants)
+    longest = max(shape.tokens for shape in spec.shapes.values())
     corpus, chosen_by = (corpus, None) if spec.selection_bytes is None else _split_validation(corpus, spec)
     if on_corpus is not None:
         on_corpus(corpus)
@@ -147,7 +147,7 @@ def make_plan(spec: StudySpec, on_corpus: Callable[[Corpus], None] | None = None
 
 def match_budgets(spec: StudySpec, counts: Counts) -> tuple[dict[str, Shape], dict[str, tuple[Match, ...]]]:
     """Every variant's shape at the budgets that can be counted, one after the other."""
-    shapes = {variant.label: variant.shape for variant in spec.variants}
+    shapes = spec.shapes
     matches: dict[str, tuple[Match, ...]] = {variant.label: () for variant in spec.variants}
     for budget in spec.budgets:
         if budget.match == "time":
@@ -156,7 +156,7 @@ def match_budgets(spec: StudySpec, counts: Counts) -> tuple[dict[str, Shape], di
             target = spec.target(budget, variant)
             if target is None:
                 continue
-            shape, match = solve(
+            shape, match = turn_knobs(
                 shapes[variant.label],
                 budget.knobs_of(variant),
                 partial(counts.budget, budget, variant),
@@ -169,7 +169,7 @@ def match_budgets(spec: StudySpec, counts: Counts) -> tuple[dict[str, Shape], di
     return shapes, matches
 
 
-def _targets_first(spec: StudySpec, budget: BudgetSpec) -> list[VariantSpec]:
+def _targets_first(spec: StudySpec, budget: BudgetSpec) -> list[Variant]:
     """The variants in an order in which a target's own budgets come before those that are matched to it."""
     targets = {spec.target(budget, variant) for variant in spec.variants}
     return sorted(spec.variants, key=lambda variant: variant.label not in targets)
@@ -206,7 +206,7 @@ def _held(corpus: Corpus, documents: Sequence[Document]) -> Corpus:
 
 
 def _check_folders(spec: StudySpec) -> None:
-    folders = [run_folder(variant.label, 0) for variant in spec.variants]
+    folders = [run_path(variant.label, 0) for variant in spec.variants]
     for place, folder in enumerate(folders):
         if folder in folders[:place]:
             first, second = spec.variants[folders.index(folder)].label, spec.variants[place].label

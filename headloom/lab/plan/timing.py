@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.plan.budget import Match, setting, turned
-from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, VariantSpec
+from headloom.lab.plan.budget import Match, setting, with_knob
+from headloom.lab.spec.resolved import FIELDS, BudgetSpec, Shape, StudySpec, Variant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -53,7 +53,7 @@ def step_times(
     threads = torch.get_num_threads()
     torch.set_num_threads(next(iter(runs.values())).threads or threads)
     try:
-        steps = {label: training_step(run, data, tokenizer) for label, run in runs.items()}
+        steps = {label: step_of_run(run, data, tokenizer) for label, run in runs.items()}
         timings = interleaved(steps, repeats=repeats, warmup=WARMUP)
     finally:
         torch.set_num_threads(threads)
@@ -63,7 +63,7 @@ def step_times(
     }
 
 
-def training_step(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> Callable[[], object]:
+def step_of_run(run: RunConfig, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> Callable[[], object]:
     """One training step of a run, to be called again and again."""
     import torch
 
@@ -128,7 +128,7 @@ def match_time(
 def _timings(
     spec: StudySpec,
     shapes: Mapping[str, Shape],
-    new: Sequence[VariantSpec],
+    new: Sequence[Variant],
     measure: Measure,
     known: Mapping[str, Timing],
 ) -> dict[str, Timing]:
@@ -160,7 +160,7 @@ def _in_its_samples(mine: Timing, now: Timing, then: Timing) -> list[float]:
     return [a / b * c for a, b, c in zip(*three, strict=True)] if alike else []
 
 
-def _timed(variant: VariantSpec, budget: BudgetSpec, shape: Shape, step: float, seconds: float) -> tuple[Shape, Match]:
+def _timed(variant: Variant, budget: BudgetSpec, shape: Shape, step: float, seconds: float) -> tuple[Shape, Match]:
     knobs = budget.knobs_of(variant)
     if "steps" in knobs:
         shape = shape.model_copy(update={"steps": max(1, round(seconds / step))})
@@ -184,7 +184,7 @@ def _grown(label: str, knob: str, shapes: Mapping[str, Shape], target: str, meas
 
     def ratio(value: int) -> float:
         if value not in ratios:
-            found = measure({label: turned(before, knob, value), target: goal})
+            found = measure({label: with_knob(before, knob, value), target: goal})
             # the target's whole time over this one's steps: what its step may take
             allowed = found[target]["median"] * (goal.steps / before.steps if goal.steps != before.steps else 1.0)
             ratios[value] = found[label]["median"] / allowed
@@ -199,13 +199,13 @@ def _grown(label: str, knob: str, shapes: Mapping[str, Shape], target: str, meas
             break
         try:
             ratio(guess)
-        except HeadloomError:  # no such model: the next one up, once
+        except HeadloomError:  # invalid size: try the next larger
             ratios[guess] = float("inf")
             guess += 1
             continue
         guess = _on_line(ratios)
     best = min(ratios, key=lambda v: (abs(ratios[v] - 1), v))
-    return turned(before, knob, best)
+    return with_knob(before, knob, best)
 
 
 def _on_line(ratios: Mapping[int, float]) -> int:

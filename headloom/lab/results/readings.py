@@ -14,9 +14,9 @@ from headloom.lab.results.statistics import (
     Difference,
     correct,
     listed,
+    mean_and_sd,
     median_interval,
     paired_difference,
-    spread,
     summary,
 )
 
@@ -68,7 +68,10 @@ def at_time(
     compared = dict(zip(pairs, differences, strict=True))
     for label, row in found.items():
         values = row.pop("values")
-        quality = {**spread(list(values.values())).to_dict(), "values": {str(s): bits for s, bits in values.items()}}
+        quality = {
+            **mean_and_sd(list(values.values())).to_dict(),
+            "values": {str(s): bits for s, bits in values.items()},
+        }
         difference = compared.get(label)
         row |= {"bits_per_byte": quality, "difference": difference.to_dict() if difference else None}
     return found
@@ -102,7 +105,7 @@ def time_sentence(against: Mapping[str, str | None], read: Mapping[str, Mapping[
     return text.strip()
 
 
-def told_apart(
+def pairwise_differences(
     labels: Sequence[str], quality: Mapping[str, Mapping[int, float]], steps: Mapping[str, int], timing: Timing
 ) -> list[dict[str, Any]]:
     """What tells any two variants apart: `variant` minus `other` in bits per byte, and the one's training time over

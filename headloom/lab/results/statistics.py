@@ -44,6 +44,7 @@ class Spread:
     sd: float | None
 
     def to_dict(self) -> dict[str, float | int | None]:
+        """As JSON values."""
         return asdict(self)
 
 
@@ -70,10 +71,11 @@ class Difference:
     more_seeds: int | None = None
 
     def to_dict(self) -> dict[str, float | int | str | None]:
+        """As JSON values."""
         return asdict(self)
 
 
-def spread(values: Sequence[float]) -> Spread:
+def mean_and_sd(values: Sequence[float]) -> Spread:
     """Mean and sample standard deviation."""
     n = len(values)
     return Spread(n, statistics.fmean(values) if n else None, statistics.stdev(values) if n > 1 else None)
@@ -84,7 +86,7 @@ def paired_difference(variant: Mapping[int, float], reference: Mapping[int, floa
     from scipy import stats
 
     seeds = sorted(set(variant) & set(reference))
-    found = spread([variant[seed] - reference[seed] for seed in seeds])
+    found = mean_and_sd([variant[seed] - reference[seed] for seed in seeds])
     if found.mean is None or found.sd is None:
         return Difference(found.n, found.mean)
     standard_error = found.sd / math.sqrt(found.n)
@@ -122,7 +124,7 @@ def bootstrap(differences: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def _effect(mean: float, variant: Sequence[float], reference: Sequence[float]) -> float | None:
-    noise = math.sqrt(((spread(variant).sd or 0.0) ** 2 + (spread(reference).sd or 0.0) ** 2) / 2)
+    noise = math.sqrt(((mean_and_sd(variant).sd or 0.0) ** 2 + (mean_and_sd(reference).sd or 0.0) ** 2) / 2)
     return mean / noise if noise > 0 else None
 
 

@@ -13,25 +13,25 @@ from typing import Any
 from headloom.core.files import write_csv, write_json
 from headloom.lab.plan.fairness import differences, flatten
 from headloom.lab.plan.places import folder_of
-from headloom.lab.results.readings import at_time, time_sentence, told_apart
+from headloom.lab.results.readings import at_time, pairwise_differences, time_sentence
 from headloom.lab.results.remarks import remarks
 from headloom.lab.results.statistics import (
     Difference,
     correct,
     listed,
+    mean_and_sd,
     paired_difference,
     sentence,
-    spread,
     summary,
 )
-from headloom.lab.spec.resolved import StudySpec, VariantSpec
+from headloom.lab.spec.resolved import StudySpec, Variant
 from headloom.records.runs import FAILURE, MIXES, PICTURES, RESULT
 
 UNIT = "bits per byte"
 Quality = dict[str, dict[int, float]]
 
 
-def read_run(spec: StudySpec, folder: Path, label: str, seed: int, learning_rate: float) -> dict[str, Any]:
+def run_state(spec: StudySpec, folder: Path, label: str, seed: int, learning_rate: float) -> dict[str, Any]:
     """A run's state: finished (with its numbers), failed (with the reason), or waiting."""
     name = folder_of(spec, label, seed, learning_rate)
     run: dict[str, Any] = {
@@ -70,7 +70,7 @@ def read_runs(spec: StudySpec, folder: Path) -> list[dict[str, Any]]:
     so a study that is stopped and goes on makes the same ones.
     """
     known = {
-        (variant.label, rate, seed): read_run(spec, folder, variant.label, seed, rate)
+        (variant.label, rate, seed): run_state(spec, folder, variant.label, seed, rate)
         for seed in spec.seeds[: spec.grid_seeds]
         for variant in spec.variants
         for rate in spec.learning_rates
@@ -82,14 +82,14 @@ def read_runs(spec: StudySpec, folder: Path) -> list[dict[str, Any]]:
         while (beyond := rate_beyond(spec, rates, chosen[label])) is not None:
             rates = sorted([*rates, beyond])
             for seed in spec.seeds[: spec.grid_seeds]:
-                known[label, beyond, seed] = read_run(spec, folder, label, seed, beyond)
+                known[label, beyond, seed] = run_state(spec, folder, label, seed, beyond)
             chosen[label] = best_rate(spec, label, rates, known)
     for seed in spec.seeds[spec.grid_seeds :]:
         for variant in spec.variants:
             rate = chosen[variant.label]
             if rate is not None:
                 key = variant.label, rate, seed
-                known[key] = read_run(spec, folder, variant.label, seed, rate)
+                known[key] = run_state(spec, folder, variant.label, seed, rate)
     return [{**run, "chosen": run["learning_rate"] == chosen[run["variant"]]} for run in known.values()]
 
 
@@ -175,7 +175,9 @@ def summarise(
         "summary": summary(compared, unit=UNIT, condition=condition(spec)),
         "notes": [*notes, *remarks(spec, folder, runs, timing, curves=texts["curve_text"], ends=texts["quality_text"])],
         "warnings": _warnings(variants),
-        "pairs": [pair for group in _groups(spec) for pair in told_apart(group, quality, _steps(planned), timing)],
+        "pairs": [
+            pair for group in _groups(spec) for pair in pairwise_differences(group, quality, _steps(planned), timing)
+        ],
         "quality_text": next(iter(texts["quality_text"]), ""),
         "curve_text": next(iter(texts["curve_text"]), ""),
         "config_differences": differing,
@@ -185,7 +187,7 @@ def summarise(
 
 def _variant(
     spec: StudySpec,
-    variant: VariantSpec,
+    variant: Variant,
     runs: Sequence[Mapping[str, Any]],
     quality: Quality,
     compared: Mapping[tuple[str, str], Difference],
@@ -216,7 +218,7 @@ def _variant(
         "grid_added": len(rates) - len(spec.learning_rates),
         "grid_edge": spec.has_grid and chosen in (rates[0], rates[-1]),
         "bits_per_byte": {
-            **spread(list(quality[label].values())).to_dict(),
+            **mean_and_sd(list(quality[label].values())).to_dict(),
             "values": {str(seed): bits for seed, bits in quality[label].items()},
         },
         "difference": difference.to_dict() if difference else None,
@@ -261,7 +263,7 @@ def _grid_point(rate: float, runs: Sequence[Mapping[str, Any]], seeds: Sequence[
     values = {str(run["seed"]): run["selection_bits_per_byte"] for run in mine if run["status"] == "finished"}
     return {
         "learning_rate": rate,
-        "selection_bits_per_byte": {**spread(list(values.values())).to_dict(), "values": values},
+        "selection_bits_per_byte": {**mean_and_sd(list(values.values())).to_dict(), "values": values},
         "failed": sum(run["status"] == "failed" for run in mine),
     }
 

@@ -15,7 +15,7 @@ from headloom.lab.run.growth import differing_runs
 DEFAULT_NAME = "headloom-compare"
 
 
-def open_folder(
+def open_study_folder(
     out: Path | str | None, study_hash: str, resolved: Mapping[str, Any], *, default: str = DEFAULT_NAME
 ) -> Path:
     """The folder for the study with this hash, made if absent.

@@ -91,6 +91,7 @@ class Bar(Progress):
         self._bar.stop()
 
     def note(self, text: str) -> None:
+        """Print the line above the bar, and remember it."""
         self.noted.append(text)
         self._line(text)
 
@@ -98,11 +99,13 @@ class Bar(Progress):
         self._console.print(text, markup=False, soft_wrap=True)
 
     def stage(self, text: str) -> None:
+        """Say it beside the bar."""
         self._bar.update(self._task, description=text)
         if not self._live:
             self._line(text)
 
     def start(self, runs: int, steps: int, done: int) -> None:
+        """Begin the bar over all steps."""
         self._runs, self._steps = runs, steps
         # A new task, so that the time left is reckoned from the runs alone.
         self._bar.remove_task(self._task)
@@ -110,14 +113,17 @@ class Bar(Progress):
         self._made = {}
 
     def more(self, runs: int, steps: int) -> None:
+        """Make the bar longer."""
         self._runs, self._steps = self._runs + runs, self._steps + steps
         self._bar.update(self._task, total=self._steps)
 
     def run(self, name: str, number: int) -> None:
+        """Name the run beside the bar."""
         self._names[number] = f"{number}/{self._runs} {name}"
         self._bar.update(self._task, description=self._names[number])
 
     def step(self, number: int, step: int, loss: float) -> None:
+        """Move the bar."""
         self._made[number] = step
         self._bar.update(
             self._task,
@@ -126,4 +132,5 @@ class Bar(Progress):
         )
 
     def ran(self, number: int, summary: str) -> None:
+        """Print a line on the run."""
         self._line(f"{self._names[number]}: {summary}")

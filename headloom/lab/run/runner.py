@@ -28,7 +28,7 @@ from headloom.lab.plan.places import folder_of
 from headloom.lab.plan.plan import Plan
 from headloom.lab.plan.timing import Measured, match_time
 from headloom.lab.results.comparison import Comparison
-from headloom.lab.results.summary import is_beyond, read_run, read_runs, summarise, write_results
+from headloom.lab.results.summary import is_beyond, read_runs, run_state, summarise, write_results
 from headloom.lab.run.engines import Engine, Listener, open_engine
 from headloom.lab.run.growth import arrange, timing_key
 from headloom.lab.run.progress import Progress
@@ -65,6 +65,7 @@ class Runner(Listener):
 
     @property
     def spec(self) -> StudySpec:
+        """The study, resolved."""
         return self.plan.spec
 
     def run(self) -> Comparison:
@@ -203,7 +204,7 @@ class Runner(Listener):
 
     def _is_finished(self, label: str, seed: int, rate: float) -> bool:
         """Whether a run's result is there and belongs to this very configuration."""
-        if read_run(self.spec, self.folder, label, seed, rate)["status"] != "finished":
+        if run_state(self.spec, self.folder, label, seed, rate)["status"] != "finished":
             return False
         place = self.folder / folder_of(self.spec, label, seed, rate)
         return CONFIG.read_if_there(place) == self.plan.run(label, seed, rate).to_dict()
@@ -211,16 +212,20 @@ class Runner(Listener):
     # what the engine says
 
     def started(self, job: Job) -> None:
+        """Pass on that a run begins."""
         self.progress.run(job.name, self._numbers[job.name])
 
     def step(self, job: Job, step: int, loss: float) -> None:
+        """Pass on how far a run is."""
         self.progress.step(self._numbers[job.name], step, loss)
 
     def done(self, job: Job, result: dict[str, Any]) -> None:
+        """Write the results again, now with this run."""
         text = f"{result['bits_per_byte']:.4f} bits per byte after {result['train_seconds']:.1f} s"
         self._ran(job, text)
 
     def failed(self, job: Job, reason: str) -> None:
+        """Record why a run failed, and write the results again."""
         assert job.folder is not None
         place = Path(job.folder)
         if not FAILURE.is_in(place):

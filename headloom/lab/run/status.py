@@ -11,7 +11,7 @@ from headloom.core.files import read_json
 from headloom.core.locks import is_locked
 from headloom.lab.plan.fairness import differences
 from headloom.lab.results.summary import is_beyond, read_runs
-from headloom.lab.spec.resolve import resolve
+from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import StudySpec
 from headloom.lab.spec.study import WrittenStudy
 
@@ -56,7 +56,7 @@ def _settings(what: str, size: str | None) -> dict[str, Any]:
         return {**_keyed(spec), "data_read": data, "versions": study["versions"], "frozen": study["frozen"]}
     if at:
         raise HeadloomError(f"'{place}' is no study's folder, so it has no variants that were resolved: give a folder")
-    return _keyed(resolve(WrittenStudy.from_yaml(place, size=size)).model_dump(mode="json"))
+    return _keyed(resolve_study(WrittenStudy.from_yaml(place, size=size)).model_dump(mode="json"))
 
 
 def _config(study: dict[str, Any], label: str) -> dict[str, Any]:

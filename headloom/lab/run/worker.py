@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 
-def main(bundle_file: str) -> None:
+def serve(bundle_file: str) -> None:
     """Serve jobs until stdin ends."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no message
@@ -109,4 +109,4 @@ def _tell(channel: IO[str], message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(sys.argv[1])

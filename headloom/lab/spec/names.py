@@ -23,7 +23,7 @@ def described() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return _read()
 
 
-def check_name(name: str, *, schedules: bool = True) -> None:
+def check_mechanism_name(name: str, *, schedules: bool = True) -> None:
     """Refuse what is neither a mechanism nor (with `schedules`) a schedule, with the near names."""
     mechanisms, others = described()
     names = [lines["name"] for lines in (*mechanisms, *(others if schedules else ()))]

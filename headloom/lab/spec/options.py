@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headloom.core.errors import HeadloomError
-from headloom.lab.spec.names import check_name
+from headloom.lab.spec.names import check_mechanism_name
 
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3, without a point or a sign, as text
 
@@ -19,7 +19,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3, 
 def parse_options(mechanism: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Typed options of a mechanism or schedule from (name, text or value) pairs; unknown ones give the near names."""
     pairs = list(pairs)
-    check_name(mechanism)
+    check_mechanism_name(mechanism)
     if not pairs:
         return {}
     from headloom.core.config import fields_of, unknown_option
@@ -64,7 +64,7 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
-def show(value: Any) -> str:
+def option_text(value: Any) -> str:
     """The text that is read back as this value."""
     if isinstance(value, Mapping | list | tuple):
         import yaml

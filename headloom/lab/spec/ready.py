@@ -16,7 +16,7 @@ def ready_studies() -> dict[str, str]:
     return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
 
 
-def read_mapping(path: str | Path) -> dict[str, Any]:
+def read_study_file(path: str | Path) -> dict[str, Any]:
     """The mapping in a study's file, or in the ready study of that name; HeadloomError where there is none."""
     import yaml
 

@@ -5,57 +5,53 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from headloom.core.errors import HeadloomError, near
 from headloom.core.machine import cores
-from headloom.lab.spec.names import check_name
-from headloom.lab.spec.options import parse_options, show
-from headloom.lab.spec.resolved import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, VariantSpec, one_line
+from headloom.lab.spec.names import check_mechanism_name
+from headloom.lab.spec.options import option_text, parse_options
+from headloom.lab.spec.resolved import FIELDS, MOVES, BudgetSpec, Shape, StudySpec, Variant, first_complaint
 from headloom.lab.spec.sizes import Size, feed_forward, gated_width, get_size
-from headloom.lab.spec.study import Entry, WrittenStudy
-from headloom.lab.spec.variants import Variant, defaults, labelled, parse_variant, split_variant, with_defaults
+from headloom.lab.spec.study import WrittenStudy, WrittenVariant
+from headloom.lab.spec.variants import defaults, labels_of, refuse_repeated, split_variant, with_defaults
 from headloom.train import tracking
 from headloom.train.config import evaluation_bytes
 
 TOLERANCES = {"parameters": 0.005, "flops": 0.01, "cache": 0.01, "time": 0.01, "tokens": 0.01}
 
 
-def resolve(study: WrittenStudy, *, kind: str = "study", variants: Sequence[Variant] | None = None) -> StudySpec:
+def resolve_study(study: WrittenStudy, *, kind: Literal["compare", "study"] = "study") -> StudySpec:
     """The study with everything filled in.
-
-    Args:
-        variants: of a comparison, parsed already; else the study's entries are.
 
     Raises HeadloomError for names, options, axes, budgets and seeds that are unknown or contradict each other.
     """
     size = get_size(study.size)
-    tracking.check_name(study.engine.track)
+    tracking.check_tracker(study.engine.track)
     if study.engine.name == "local" and not hasattr(os, "fork"):
         raise HeadloomError("engine local forks processes, which this system cannot do: use --engine inline")
     seeds = _seeds(study)
-    entries = [Entry(use=v.text) for v in variants] if variants is not None else list(study.variants)
     rates = study.learning_rates or (size.learning_rate,)
     if len(set(rates)) < len(rates):
         raise HeadloomError(f"learning_rates {list(rates)} holds one twice: give each once")
     if study.extend_grid and len(rates) == 1:
         raise HeadloomError("extend_grid goes on beyond a grid, and there is one rate: give two learning_rates or more")
-    for name in (*study.options, *(split_variant(entry.use)[0] for entry in entries)):
-        check_name(name)  # before torch is imported for options and configs
+    for name in (*study.options, *(split_variant(entry.use)[0] for entry in study.variants)):
+        check_mechanism_name(name)  # before torch is imported for options and configs
     backbone, sizes = _backbone(study.config)
-    made, reference = _variants(study, size, entries, variants, sizes)
+    variants, reference = _variants(study, size, sizes)
     whole = study.validation_bytes or size.validation_bytes
-    shortest = min(variant.shape.tokens_trained for variant in made if variant.against is None)
+    shortest = min(each.shape.tokens_trained for each in variants if each.shape and each.against is None)
     try:
         spec = StudySpec(
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             name=study.name,
             title=study.title or study.name,
             question=study.question,
             size=size.name,
-            variants=tuple(made),
+            variants=tuple(variants),
             reference=reference,
             budgets=tuple(
                 BudgetSpec(
@@ -90,7 +86,7 @@ def resolve(study: WrittenStudy, *, kind: str = "study", variants: Sequence[Vari
             checkpoint_activations=study.checkpoint_activations,
         )
     except ValidationError as error:
-        raise HeadloomError(one_line(error)) from None
+        raise HeadloomError(first_complaint(error)) from None
     check_budgets(spec)
     return spec
 
@@ -120,92 +116,76 @@ def _seeds(study: WrittenStudy) -> tuple[int, ...]:
     return given
 
 
-def _variants(
-    study: WrittenStudy,
-    size: Size,
-    entries: Sequence[Entry],
-    parsed: Sequence[Variant] | None,
-    config: Mapping[str, int],
-) -> tuple[list[VariantSpec], str]:
-    """Every entry, swept, in every group; and the label of the (first) reference."""
-    options = {name: parse_options(name, given.items()) for name, given in study.options.items()}
-    expanded: list[tuple[Entry, Variant, dict[str, int]]] = []
-    for place, entry in enumerate(entries):
-        if parsed is not None:
-            expanded.append((entry, parsed[place], {}))
-            continue
-        for swept, settings in _swept(entry):
-            variant = with_defaults(swept, options.get(swept.mechanism, {}))
-            expanded.append((entry, variant, {**entry.set, **settings}))  # type: ignore[dict-item]
-    used = [variant.mechanism for _, variant, _ in expanded]
-    for name in options:
+def _variants(study: WrittenStudy, size: Size, config: Mapping[str, int]) -> tuple[list[Variant], str]:
+    """Every variant, swept, in every group; and the label of the (first) reference."""
+    chosen = {name: parse_options(name, given.items()) for name, given in study.options.items()}
+    swept = [variant for written in study.variants for variant in _swept(written, chosen)]
+    used = [variant.mechanism for variant in swept]
+    for name in chosen:
         if name not in used:
             raise HeadloomError(f"options.{name} sets nothing: no variant is one.{near(name, used)}")
-    names = _labels(expanded)
+    labels = iter(labels_of([variant for variant in swept if not variant.label]))
+    names = [variant.label or next(labels) + _apart(variant.settings) for variant in swept]
     reference = _reference(study.reference, names)
-    named = {entry.against for entry, _, _ in expanded}
+    named = {variant.against for variant in swept}
     found = []
     for group in study.groups or ({},):
         # the first axis names a group; what else it sets follows from that
         suffix = next((f" {axis}={value}" for axis, value in group.items()), "")
-        for name, (entry, variant, settings) in zip(names, expanded, strict=True):
-            both: dict[str, int] = {**group, **settings}  # type: ignore[dict-item]
-            _declared(study, name, both)
-            against = entry.against or (None if name == reference or name in named else reference)
+        for name, variant in zip(names, swept, strict=True):
+            settings: dict[str, int] = {**group, **variant.settings}  # type: ignore[dict-item]
+            _declared(study, name, settings)
+            against = variant.against or (None if name == reference or name in named else reference)
             if against is not None and (against not in names or against == name):
                 raise HeadloomError(
                     f"{name} is to be compared with '{against}', which is no other variant.{near(against, names)}"
                 )
-            found.append(
-                VariantSpec(
-                    label=name + suffix,
-                    mechanism=variant.mechanism,
-                    options=dict(variant.options),
-                    defaulted=variant.defaulted,
-                    against=None if against is None else against + suffix,
-                    group=suffix,
-                    shape=shape_of(study, size, both, name, config),
-                    settings=dict(both),
-                    knobs=dict(entry.knob),
-                )
-            )
-    labels = [variant.label for variant in found]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise HeadloomError(f"two variants are called '{label}': give one of them a label of its own")
-    if len(labels) < 2:
-        raise HeadloomError(f"a comparison needs at least two variants, not {len(labels)} ('{','.join(labels)}')")
+            placed = {
+                "label": name + suffix,
+                "against": None if against is None else against + suffix,
+                "group": suffix,
+                "shape": shape_of(study, size, settings, name, config),
+                "settings": settings,
+            }
+            found.append(variant.model_copy(update=placed))
+    labels_found = [variant.label for variant in found]
+    refuse_repeated(labels_found)
+    if len(found) < 2:
+        raise HeadloomError(f"a comparison needs at least two variants, not {len(found)} ('{','.join(labels_found)}')")
     return found, reference + found[0].group
 
 
-def _swept(entry: Entry) -> list[tuple[Variant, dict[str, int]]]:
-    named = parse_variant(entry.use)
-    options = parse_options(named.mechanism, [*named.options.items(), *entry.options.items()])
-    for key, values in entry.sweep.items():
+def _swept(written: WrittenVariant, chosen: Mapping[str, Mapping[str, Any]]) -> list[Variant]:
+    """The variant, or one for every combination of the values it sweeps over; labelled only if it is by its author.
+
+    chosen: mechanism -> options that win over the variant's own.
+    """
+    mechanism, pairs = split_variant(written.use)
+    own = parse_options(mechanism, [*pairs, *written.options.items()])
+    for key, values in written.sweep.items():
         if not values:
-            raise HeadloomError(f"{entry.use}: sweep.{key} is empty: give the values it takes")
+            raise HeadloomError(f"{written.use}: sweep.{key} is empty: give the values it takes")
     found = []
-    for values in itertools.product(*entry.sweep.values()):
-        pairs = dict(zip(entry.sweep, values, strict=True))
-        settings = {key: value for key, value in pairs.items() if key in FIELDS}
-        chosen = parse_options(named.mechanism, [(key, v) for key, v in pairs.items() if key not in FIELDS])
-        found.append((Variant(named.mechanism, {**options, **chosen}), settings))
+    for values in itertools.product(*written.sweep.values()):
+        axes, options = {**written.set}, []
+        for key, value in zip(written.sweep, values, strict=True):
+            if key in FIELDS:
+                axes[key] = value  # type: ignore[index]
+            else:
+                options.append((key, value))
+        named = Variant(mechanism=mechanism, options={**own, **parse_options(mechanism, options)})
+        variant = with_defaults(named, chosen.get(mechanism, {}))
+        label = written.label or ""
+        if written.label and written.sweep:
+            label += "".join(f" {key}={option_text(variant.options[key])}" for key, _ in options) + _apart(axes)
+        placed = {"label": label, "against": written.against, "settings": axes, "knobs": dict(written.knob)}
+        found.append(variant.model_copy(update=placed))
     return found
 
 
-def _labels(expanded: Sequence[tuple[Entry, Variant, Mapping[str, int]]]) -> list[str]:
-    """Given labels; else the mechanism's name, with the options where that is not unique; then the axes set apart."""
-    free = [variant for entry, variant, _ in expanded if entry.label is None]
-    own = iter(labelled(free, unique=False))
-    names = []
-    for entry, variant, settings in expanded:
-        apart = "".join(f" {axis}={value}" for axis, value in settings.items())
-        if entry.label is None:
-            names.append(next(own) + apart)
-        else:
-            swept = "".join(f" {key}={show(variant.options[key])}" for key in entry.sweep if key not in FIELDS)
-            names.append(entry.label + swept + (apart if entry.sweep else ""))
-    return names
+def _apart(settings: Mapping[Any, int]) -> str:
+    """The axes in which a variant is set apart, as the end of its label."""
+    return "".join(f" {axis}={value}" for axis, value in settings.items())
 
 
 def _declared(study: WrittenStudy, label: str, settings: Mapping[str, int]) -> None:
@@ -259,7 +239,7 @@ def shape_of(
             steps=given.get("steps", study.steps or size.steps),
         )
     except ValidationError as error:
-        raise HeadloomError(f"{label}: {one_line(error)}") from None
+        raise HeadloomError(f"{label}: {first_complaint(error)}") from None
 
 
 def _reference(given: str | None, names: Sequence[str]) -> str:
@@ -290,7 +270,7 @@ def check_budgets(spec: StudySpec) -> None:
             kept.append(budget.match)
 
 
-def _check_heads(spec: StudySpec, variant: VariantSpec) -> None:
+def _check_heads(spec: StudySpec, variant: Variant) -> None:
     if spec.backbone is None:
         return
     from headloom.hf.model.family import family_named
@@ -304,7 +284,7 @@ def _check_heads(spec: StudySpec, variant: VariantSpec) -> None:
 
 
 def _check_knob(
-    variant: VariantSpec, budget: BudgetSpec, knob: str, turned: Mapping[str, str], kept: Sequence[str]
+    variant: Variant, budget: BudgetSpec, knob: str, turned: Mapping[str, str], kept: Sequence[str]
 ) -> None:
     what = f"{variant.label}: the budgets contradict each other: "
     if budget.match not in MOVES[knob]:

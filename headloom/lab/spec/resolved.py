@@ -1,4 +1,4 @@
-"""What a study is, resolved: nothing is left to a default that could change later.
+"""A resolved study: every value is filled in, and nothing depends on a default that could change later.
 
 `headloom.lab.spec.study.Study` is what people write; `headloom.lab.spec.resolve` makes this of it.
 """
@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from headloom.core.errors import HeadloomError
+from headloom.lab.spec.options import option_text
+
 Count = Annotated[int, Field(ge=1)]
 LONGEST_STEPS = 10_000_000
 
-Match = Literal["parameters", "flops", "cache", "time", "tokens"]
+Quantity = Literal["parameters", "flops", "cache", "time", "tokens"]
 Knob = Literal["F", "layers", "heads", "width", "steps"]
 Axis = Literal["F", "layers", "heads", "head_dim", "width", "steps", "tokens", "batch_size"]
 
-# What a knob moves; a budget whose knob moves it not cannot be kept, nor one that a later knob moves again.
+# What each knob changes. A budget can be kept only if its knob changes it and no later knob changes it again.
 MOVES: dict[str, frozenset[str]] = {
     "F": frozenset({"parameters", "flops", "time"}),
     "layers": frozenset({"parameters", "flops", "time", "cache"}),
@@ -38,6 +41,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "tokens": ("tokens",),
     "batch_size": ("batch_size", "eval_batch_size"),
 }
+
+
+# What every layer of every variant takes from the model's size: a variant that sets one is not a variant of attention.
+OF_THE_SIZE = ("hidden_size", "num_heads", "head_dim")
 
 
 class _Strict(BaseModel):
@@ -68,38 +75,73 @@ class Shape(_Strict):
 
     @property
     def tokens_trained(self) -> int:
+        """Tokens predicted in the whole run."""
         return self.steps * self.tokens_a_step
 
 
-class VariantSpec(_Strict):
-    """A mechanism or a schedule of layers, its options as given, and the label it goes by.
+class Variant(_Strict):
+    """One attention that is compared: a mechanism or a schedule of layers by name, its options, and how it is compared.
 
-    defaulted: the options that came from defaults.toml. against: the label of the variant it is compared with, None for
-    one that others are compared with. group: how the labels of its group end.
-    shape: before budgets are matched. settings: the axes in which it was set apart. knobs: match -> its own knobs.
+    options: as given, each of the type its config has; what is not given is the mechanism's own default. defaulted:
+    the options that came from defaults.toml. label: what it goes by in tables and folders.
+    Of a study: against: the label of the variant it is compared with, None for one that others are compared with.
+    group: how the labels of its group end. shape: before budgets are matched. settings: the axes in which it was set
+    apart. knobs: match -> the knobs turned for it, where they are its own.
     """
 
-    label: str = Field(min_length=1)
+    label: str = ""
     mechanism: str
     options: dict[str, Any] = {}
     defaulted: tuple[str, ...] = ()
-    against: str | None
+    against: str | None = None
     group: str = ""
-    shape: Shape
+    shape: Shape | None = None
     settings: dict[str, int] = {}
-    knobs: dict[Match, tuple[Knob, ...]] = {}
+    knobs: dict[Quantity, tuple[Knob, ...]] = {}
+
+    @property
+    def text(self) -> str:
+        """Mechanism and options as one writes them; the text that is read back as they are."""
+        given = (f"{name}={option_text(value)}" for name, value in sorted(self.options.items()))
+        return ":".join([self.mechanism, *given])
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence on each option that nobody gave and that is not the mechanism's own default either."""
+        return [
+            f"{self.label or self.mechanism} runs with {name}={option_text(self.options[name])}: the comparison's "
+            "default, used where none is given."
+            for name in self.defaulted
+        ]
+
+    def layers(self, shape: Shape) -> list[tuple[str, dict[str, Any]]]:
+        """(mechanism, options) of every layer of a model of this shape."""
+        from headloom.mechanism.schedules import layers_of
+
+        found = layers_of(self.mechanism, self.options, num_layers=shape.num_layers, tokens=shape.tokens)
+        for mechanism, options in found:
+            refuse_sizes(mechanism, options)
+        return found
+
+
+def refuse_sizes(mechanism: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that every layer of every variant takes from the model's size."""
+    for name in OF_THE_SIZE:
+        if name in options:
+            raise HeadloomError(f"{mechanism} sets {name}, which all variants share: choose it for all with --size")
 
 
 class BudgetSpec(_Strict):
     """What is made equal, by turning what, to whose (None: that of the variant one is compared with)."""
 
-    match: Match
+    match: Quantity
     knobs: tuple[Knob, ...] = Field(min_length=1)
     tolerance: float = Field(gt=0, lt=1)
     target: str | None = None
     convention: Literal["exact", "full"] = "exact"
 
-    def knobs_of(self, variant: VariantSpec) -> tuple[Knob, ...]:
+    def knobs_of(self, variant: Variant) -> tuple[Knob, ...]:
+        """The knobs turned for a variant: its own if it names some, else the budget's."""
         return variant.knobs.get(self.match, self.knobs)
 
 
@@ -115,7 +157,7 @@ class StudySpec(_Strict):
     title: str
     question: str
     size: str
-    variants: tuple[VariantSpec, ...] = Field(min_length=2)
+    variants: tuple[Variant, ...] = Field(min_length=2)
     reference: str
     budgets: tuple[BudgetSpec, ...]
     axes: tuple[Axis, ...]
@@ -140,18 +182,25 @@ class StudySpec(_Strict):
     compile: Literal["inductor", "aot_eager"] | None
     checkpoint_activations: bool
 
-    def variant(self, label: str) -> VariantSpec:
+    def variant(self, label: str) -> Variant:
+        """The variant of that label."""
         return next(variant for variant in self.variants if variant.label == label)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Label -> the sizes and length of training before budgets are matched."""
+        return {variant.label: variant.shape for variant in self.variants if variant.shape is not None}
 
     @property
     def against(self) -> dict[str, str | None]:
         """Label -> the label it is compared with."""
         return {variant.label: variant.against for variant in self.variants}
 
-    def budget(self, match: Match) -> BudgetSpec | None:
+    def budget(self, match: Quantity) -> BudgetSpec | None:
+        """The budget that makes this quantity equal, if the study has one."""
         return next((budget for budget in self.budgets if budget.match == match), None)
 
-    def target(self, budget: BudgetSpec, variant: VariantSpec) -> str | None:
+    def target(self, budget: BudgetSpec, variant: Variant) -> str | None:
         """The label whose budget `variant` is to have; None where it sets its own."""
         found = budget.target + variant.group if budget.target else variant.against
         return None if found == variant.label else found
@@ -159,10 +208,11 @@ class StudySpec(_Strict):
     @property
     def steps(self) -> int:
         """Of the reference."""
-        return self.variant(self.reference).shape.steps
+        return self.shapes[self.reference].steps
 
     @property
     def has_grid(self) -> bool:
+        """Whether learning rates are tried and the best one chosen for each variant."""
         return len(self.learning_rates) > 1
 
 
@@ -183,7 +233,7 @@ def place_of(keys: Sequence[str | int]) -> str:
     return found
 
 
-def one_line(error: ValidationError) -> str:
+def first_complaint(error: ValidationError) -> str:
     """Pydantic's complaint as one line: the field, what is allowed, what came."""
     first = error.errors()[0]
     where = place_of(first["loc"]) or "the study"

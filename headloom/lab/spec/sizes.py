@@ -39,10 +39,12 @@ class Size:
 
     @property
     def head_dim(self) -> int:
+        """K: the width divided by the heads."""
         return self.hidden_size // self.num_heads
 
     @property
     def intermediate_size(self) -> int:
+        """F: the width of the gated feed-forward."""
         return gated_width(self.hidden_size)
 
     @property

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from headloom.core.errors import HeadloomError, near
-from headloom.lab.spec.resolved import Axis, Knob, Match, one_line, place_of
+from headloom.lab.spec.resolved import Axis, Knob, Quantity, first_complaint, place_of
 from headloom.train.config import EVALUATIONS
 
 
@@ -46,8 +46,8 @@ class _Written(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Entry(_Written):
-    """A variant, or several by `sweep`.
+class WrittenVariant(_Written):
+    """A variant, or several by `sweep`; also given as its `use` alone, or as a pair (use, options).
 
     use: "iha:pseudo_heads=2". options: more options of it, with YAML's types. label: what it is called. set: axes in
     which it is set apart, each declared in the study's `axes`. sweep: axis or option -> the values it takes, every
@@ -59,13 +59,16 @@ class Entry(_Written):
     label: Text | None = None
     set: dict[Axis, Int] = {}
     sweep: dict[str, tuple[Any, ...]] = {}
-    knob: dict[Match, Knobs] = {}
+    knob: dict[Quantity, Knobs] = {}
     against: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"use": value}
+        pair = isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+        return {"use": value[0], "options": value[1]} if pair else value
 
 
 class Budget(_Written):
@@ -74,7 +77,7 @@ class Budget(_Written):
     that is still equal. convention: which FLOPs, "exact" (visible pairs) or "full" (all pairs).
     """
 
-    match: Match
+    match: Quantity
     knob: Knobs
     target: Text | None = None
     tolerance: Annotated[float, Strict(), Field(gt=0, lt=1)] | None = None
@@ -142,7 +145,7 @@ class WrittenStudy(_Written):
     tokens: Annotated[int, Strict(), Field(ge=2)] | None = None
     batch_size: Int | None = None
     steps: Annotated[int, Strict(), Field(ge=1, le=10_000_000)] | None = None
-    variants: Annotated[tuple[Entry, ...], BeforeValidator(_one_or_more)] = Field(min_length=1)
+    variants: Annotated[tuple[WrittenVariant, ...], BeforeValidator(_one_or_more)] = Field(min_length=1)
     options: dict[str, dict[str, Any]] = {}
     axes: tuple[Axis, ...] = ()
     groups: tuple[dict[Axis, Int], ...] = ()
@@ -178,9 +181,9 @@ class WrittenStudy(_Written):
             size: takes the study's block for that size, if it has one.
             settings: ["steps=100", "engine.workers=1"]: keys over the file's.
         """
-        from headloom.lab.spec.ready import read_mapping
+        from headloom.lab.spec.ready import read_study_file
 
-        return cls.from_mapping(read_mapping(path), size=size, settings=settings)
+        return cls.from_mapping(read_study_file(path), size=size, settings=settings)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, size: str | None = None, settings: Sequence[str] = ()) -> Self:
@@ -226,7 +229,7 @@ def _merged(before: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, An
 
 
 _PARTS: dict[str, type[BaseModel]] = {
-    "variants": Entry,
+    "variants": WrittenVariant,
     "budgets": Budget,
     "backbone": Backbone,
     "engine": EngineOptions,
@@ -236,7 +239,7 @@ _PARTS: dict[str, type[BaseModel]] = {
 def _explain(error: ValidationError) -> str:
     unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
     if not unknown:
-        return one_line(error)
+        return first_complaint(error)
     first = unknown[0]
     known = _PARTS.get(str(first["loc"][0]), WrittenStudy) if len(first["loc"]) > 1 else WrittenStudy
     name, names = str(first["loc"][-1]), list(known.model_fields)

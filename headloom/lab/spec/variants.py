@@ -7,45 +7,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from headloom.core.errors import HeadloomError, near
-from headloom.lab.spec.names import check_name
-from headloom.lab.spec.options import parse_options, pieces, show, split_pair
-
-# What every layer of every variant takes from the model's size: a variant that sets one is not a variant of attention.
-OF_THE_SIZE = ("hidden_size", "num_heads", "head_dim")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One mechanism or schedule with its options, as given (defaults are not spelled out).
-
-    `label` names it in tables and folders: its name, with its options where the name alone is not unique.
-    `defaulted` are the options that came from defaults.toml.
-    """
-
-    mechanism: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    label: str = ""
-    defaulted: tuple[str, ...] = ()
-
-    @property
-    def notes(self) -> list[str]:
-        """A sentence on each option that nobody gave and that is not the mechanism's own default either."""
-        return [
-            f"{self.label or self.mechanism} runs with {name}={show(self.options[name])}: the comparison's default, "
-            "used where none is given."
-            for name in self.defaulted
-        ]
-
-    @property
-    def text(self) -> str:
-        """The text that parses to this variant."""
-        return ":".join([self.mechanism, *(f"{name}={show(value)}" for name, value in sorted(self.options.items()))])
+from headloom.lab.spec.names import check_mechanism_name
+from headloom.lab.spec.options import parse_options, pieces, split_pair
+from headloom.lab.spec.resolved import Variant, refuse_sizes
 
 
 @dataclass(frozen=True)
@@ -85,14 +55,14 @@ def split_variant(text: Given) -> tuple[str, list[tuple[str, Any]]]:
         if not mechanism:
             raise HeadloomError(f"a variant must look like name:option=value:..., not '{text}'")
         found = [split_pair(pair, f"an option of {mechanism}") for pair in pairs]
-    check_name(mechanism)
+    check_mechanism_name(mechanism)
     return mechanism, found
 
 
 def parse_variant(text: Given) -> Variant:
     """One variant from "iha:pseudo_heads=2:order=token", or of a mechanism and its options."""
     mechanism, pairs = split_variant(text)
-    return Variant(mechanism, parse_options(mechanism, pairs))
+    return Variant(mechanism=mechanism, options=parse_options(mechanism, pairs))
 
 
 def parse_settings(settings: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -114,8 +84,12 @@ def split_settings(settings: Sequence[str] | Mapping[str, Mapping[str, Any]]) ->
         if not dot or not mechanism or not name:
             raise HeadloomError(f"--set must look like name.option=value (iha.pseudo_heads=2, say), not '{setting}'")
         pairs.setdefault(mechanism, []).append((name, value))
-    for mechanism in pairs:
-        check_name(mechanism)
+    for mechanism, given in pairs.items():
+        check_mechanism_name(mechanism)
+        names = [name for name, _ in given]
+        for name in names:
+            if names.count(name) > 1:
+                raise HeadloomError(f"--set {mechanism}.{name} is given twice: give it once")
     return pairs
 
 
@@ -133,15 +107,18 @@ def parse_variants(
             its own options.
         at_least: how many there must be.
 
-    An option that neither gives is taken from defaults.toml, then from the mechanism. Raises HeadloomError for unknown
-    names (with the near ones), for duplicates, for fewer than `at_least`, and for options that belong to the size.
+    Options left unset fall back to defaults.toml, then to the mechanism's own defaults.
+
+    Raises HeadloomError for unknown names (with the near ones), for duplicates, for fewer than `at_least`, and for
+    options that belong to the size.
     """
     given = check_variants(variants, settings, at_least=at_least)
     parsed = [parse_variant(one) for one in given]
     chosen = parse_settings(settings)
     complete = [with_defaults(variant, chosen.get(variant.mechanism, {})) for variant in parsed]
-    labels = labelled(complete)
-    return [replace(variant, label=label) for variant, label in zip(complete, labels, strict=True)]
+    labels = labels_of(complete)
+    refuse_repeated(labels)
+    return [variant.model_copy(update={"label": label}) for variant, label in zip(complete, labels, strict=True)]
 
 
 def check_variants(
@@ -185,22 +162,23 @@ def refuse_duplicates(resolved: Mapping[str, tuple[str, Mapping[str, Any]]]) -> 
 def with_defaults(variant: Variant, chosen: Mapping[str, Any], *, of_size: bool = False) -> Variant:
     """The variant with `chosen` over its own options, and defaults.toml under both. of_size: it may set its size."""
     given = {**variant.options, **chosen}
-    for name in () if of_size else OF_THE_SIZE:
-        if name in given:
-            raise HeadloomError(
-                f"{variant.mechanism} sets {name}, which all variants share: choose it for all with --size"
-            )
+    if not of_size:
+        refuse_sizes(variant.mechanism, given)
     added = {name: value for name, value in defaults().options.get(variant.mechanism, {}).items() if name not in given}
-    return Variant(variant.mechanism, {**added, **given}, defaulted=tuple(added))
+    return variant.model_copy(update={"options": {**added, **given}, "defaulted": tuple(added)})
 
 
-def labelled(variants: Sequence[Variant], *, unique: bool = True) -> list[str]:
-    """What each goes by: its name, with its options where that is not unique. `unique`: refuse what is still double."""
+def labels_of(variants: Sequence[Variant]) -> list[str]:
+    """What each goes by: its mechanism's name, with its options where several have that name."""
     names = [variant.mechanism for variant in variants]
-    labels: list[str] = []
-    for variant in variants:
-        label = variant.mechanism if names.count(variant.mechanism) == 1 else variant.text
-        if unique and label in labels:
-            raise HeadloomError(f"the variant '{label}' is given twice: leave one out, or give them different options")
-        labels.append(label)
-    return labels
+    return [each.mechanism if names.count(each.mechanism) == 1 else each.text for each in variants]
+
+
+def refuse_repeated(labels: Sequence[str]) -> None:
+    """Refuse two variants that go by one label."""
+    for label in labels:
+        if labels.count(label) > 1:
+            raise HeadloomError(
+                f"the variant '{label}' is given twice: leave one out, give them different options, or, in a study's "
+                "file, a label each"
+            )

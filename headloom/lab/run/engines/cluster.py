@@ -76,6 +76,7 @@ class RayEngine(Engine):
             self._ray.shutdown()
 
     def run(self, jobs: Sequence[Job], listener: Listener) -> None:
+        """Do the jobs, each as a task of the cluster."""
         calls = int(self._options.track == "trackio")  # whose folder is its process's: then a new one for every run
         task = self._ray.remote(max_calls=calls)(train_on_worker).options(
             num_cpus=self._threads,
@@ -143,9 +144,11 @@ class Board:
         self._said: dict[str, Said] = {}
 
     def tell(self, name: str, said: Said) -> None:
+        """Note what a run says."""
         self._said[name] = said
 
     def read(self) -> dict[str, Said]:
+        """What every run said last."""
         return self._said
 
 

@@ -15,6 +15,7 @@ class Inline(Engine):
         self._bundle = bundle
 
     def run(self, jobs: Sequence[Job], listener: Listener) -> None:
+        """Do the jobs one after the other."""
         for job in jobs:
             listener.started(job)
             try:

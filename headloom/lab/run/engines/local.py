@@ -55,6 +55,7 @@ class Local(Engine):
         self._file.close()
 
     def run(self, jobs: Sequence[Job], listener: Listener) -> None:
+        """Do the jobs, each in a process of its own; returns when all have ended."""
         waiting = deque(jobs)
         while len(self._slots) < min(self._most, len(jobs)):
             gpu = len(self._slots) % self._gpus if self._gpus else None
