@@ -85,8 +85,9 @@ def test_switches(model_of, switched, number, layers):
     mask = torch.ones(2, 13, dtype=torch.long)
     mask[1, 9:] = 0
     before = hidden(model, x, attention_mask=mask)[mask.bool()]
-    assert graft(model, **IHA, layers=layers).graft_report.exact
-    after = hidden(model, x, attention_mask=mask)[mask.bool()]
+    grafted = graft(model, **IHA, layers=layers)
+    assert grafted.graft_report.exact
+    after = hidden(grafted, x, attention_mask=mask)[mask.bool()]
     assert (after - before).abs().max() < 2e-4 * (before.max() - before.min())
 
 

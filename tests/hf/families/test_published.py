@@ -26,7 +26,8 @@ def goes_the_whole_way(model, encoder, batch, near, folder):
     wanted = logits(model, x, mask)
     settings = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     written = None if encoder else model.generate(x, **settings)
-    assert graft(model, "iha", pseudo_heads=2).graft_report.exact
+    model = graft(model, "iha", pseudo_heads=2)
+    assert model.graft_report.exact
     near(logits(model, x, mask), wanted, ROUNDING)
     model.save_pretrained(folder)
     assert is_causal(AutoConfig.from_pretrained(folder)) != encoder
