@@ -52,9 +52,9 @@ Layer = Annotated[LayerSpec, BeforeValidator(_by_name), PlainSerializer(LayerSpe
 class Recipe(BaseModel):
     """How any model is trained: data, optimizer, machine and measurements.
 
-    `train` replaces values that are None and records the result: `vocab_size` (from the tokenizer), `threads`,
-    `device`, `eval_batch_size` (the batch size of one accumulation step), `fingerprint` and `evaluation_bytes` (from the data; if
-    they are given, they must agree with it).
+    `train` replaces values that are None and records the result: `vocab_size` (from the tokenizer), `threads`, `device`
+    and `eval_batch_size` (the batch size of one accumulation step); `fingerprint` and `evaluation_bytes` come from the
+    data (if they are given, they must agree with it).
 
     Raises HeadloomError (one line) for unknown fields, wrong types, and values that contradict each other.
     """
