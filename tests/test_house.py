@@ -245,3 +245,13 @@ def test_repository_speaks_of_itself_alone():
     for path in [*FILES, *REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("tests/**/*.py")]:
         if path.name != "test_house.py":
             assert not machine.search(path.read_text()), path
+
+
+def test_every_public_function_of_the_laboratory_says_what_it_does():
+    for path in (ROOT / "lab").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                methods = node.body if isinstance(node, ast.ClassDef) else []
+                for one in (node, *(part for part in methods if isinstance(part, ast.FunctionDef))):
+                    where = f"{path.relative_to(ROOT)}: {one.name}"
+                    assert one.name.startswith("_") or ast.get_docstring(one), f"{where} has no docstring"

@@ -1,4 +1,4 @@
-"""What of a mechanism is only another way to write plain attention's weights.
+"""Parts of a mechanism that merge into the weights of plain attention.
 
 A mix that is linear in the queries, keys, values or outputs of one token can be multiplied into the projection beside
 it. It then adds no function that plain attention lacks: in training it is an optimiser effect and nothing more.
@@ -18,14 +18,15 @@ Linear = tuple[Tensor, Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Folding:
-    """The answer of a config. folds: part -> what it goes into; stays: part -> why it cannot."""
+    """Which parts of a mechanism merge into plain weights. folds: part -> the weights it merges into; stays: part ->
+    why it does not."""
 
     folds: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stays: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
-        """Whether plain weights can say all of it."""
+        """Whether all parts merge: plain attention then computes the same."""
         return not self.stays
 
     def __str__(self) -> str:

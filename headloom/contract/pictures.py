@@ -1,4 +1,4 @@
-"""What of a mechanism's learned weights is worth looking at, and how: a mechanism says it, reports draw it."""
+"""Which learned weights of a mechanism a report draws, and what their rows and columns are called."""
 
 from __future__ import annotations
 

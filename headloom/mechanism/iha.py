@@ -316,7 +316,8 @@ class IHA(Attention[IHAConfig]):
         return self.base.mixed(self, slots, self._rows(self.k_mix), self._rows(self.v_mix))
 
     def _rows(self, mix: Mix) -> Tensor:
-        """(P H, heads), pseudo-heads outermost, as `_split` wants what they mix; heads outermost when paired."""
+        """The mix as a matrix (P H, heads): rows by pseudo-head, then by head, as `_split` takes them; by head, then by
+        pseudo-head, when paired."""
         return mix.weight.flatten(0, 1) if self.paired else mix.weight.transpose(0, 1).flatten(0, 1)
 
     def _split(self, x_BXTK: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def make_config(name: str, **options: Any) -> AttentionConfig:
 
 
 def foldable(name: str, **options: Any) -> Folding:
-    """Which part of a mechanism plain weights can say: `str()` of it is a sentence.
+    """Which parts of a mechanism merge into plain weights: `str()` of it is a sentence.
 
     >>> str(foldable("iha", hidden_size=8, num_heads=2, pseudo_heads=1, collapse="mean"))[:52]
     'q_mix folds into W_Q: only an optimiser effect; k_mi'

@@ -10,7 +10,7 @@ global mha; counted by visible pairs of tokens, below the diagonal, it is 0.95, 
 
 pattern - any pattern, written as its option `layers`: [[iha, {pseudo_heads: 2}], mha].
 
-It stands on this floor because a named schedule names mechanisms, and nothing above does.
+It is in this folder because a named schedule names mechanisms, and no folder above may.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class TPA(Attention[TPAConfig]):
 
     @torch.no_grad()
     def reset_heads(self) -> None:
-        """init "paper" is the base's too: no graft can stand on it."""
+        """init "paper" sets the base's projections too, so it is none for a graft, which keeps them."""
         if self.config.init == "default":
             return
         for name, module in self.named_children():

@@ -107,6 +107,9 @@ def spread(weights_BHTS: Tensor, v_BGSV: Tensor, dropout: float = 0.0) -> Tensor
 
 
 def normalise(logits: Tensor, hidden: Tensor, kind: str, may_be_dead: bool) -> Tensor:
+    """Logits (..., keys) -> weights along the last axis: the softmax, the logits as they are ("identity"), or equal
+    weight on the largest ("hard"). `hidden` keys weigh 0, and so does a row of them only, which there is only where
+    `may_be_dead`."""
     if kind == "identity":
         return logits.masked_fill(hidden, 0)
     if kind == "hard":

@@ -44,6 +44,7 @@ class Cache:
         return seen.positions_BS.shape[-1] if seen.tokens is None else seen.tokens
 
     def held(self, layer: int = 0) -> Seen | None:
+        """All that a layer remembers, or None before its first call."""
         return self.layers.get(layer)
 
     def peek(self, layer: int, new: Seen) -> Seen:

@@ -170,6 +170,7 @@ def delta_backward(
     rule: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of k, v and beta, of the shapes of these; blocks are undone from the last to the first."""
     past, K, V = rule[1] - rule[0], k.shape[-1], v.shape[-1]
     width, dtype = max(K, V), k.dtype
     wide = torch.promote_types(dtype, torch.float32)

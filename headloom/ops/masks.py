@@ -213,6 +213,7 @@ class Visibility:
 
     @property
     def past(self) -> int:
+        """Keys of tokens before this call's, S - T."""
         return self.S - self.T
 
     @classmethod

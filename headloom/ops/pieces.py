@@ -6,7 +6,8 @@ one lowering are disjoint and their union is exactly what is visible, so their p
 Sizes are in rows of the scores, P per token (`rows_per_token`).
 
 Causality after a cache is a full rectangle and a causal square. A window is cut into blocks of a few rows, each with
-all the keys it sees: R rows of a window of W see W + R - 1 keys, so the fewer the rows, the less is computed in vain.
+all the keys it sees: R rows of a window of W see W + R - 1 keys, so the fewer rows, the fewer hidden pairs are
+computed.
 With P rows per token the kernel's causal square is that of rows that are causal among themselves; where they are not, a
 row also sees the later rows of its own token, a BAND within blocks on the diagonal.
 """
@@ -202,7 +203,7 @@ def _windowed(build: _Builder, T: int, S: int, causal: bool, W: int, q0: int, k0
 
 
 def _block(W: int, P: int) -> int:
-    """Tokens of a window's block of queries: few compute little in vain, many use a kernel better."""
+    """Tokens in one block of a window's queries: few compute few hidden pairs, many use a kernel better."""
     rows = max(_FEWEST_ROWS, min(W * P // 8, _MOST_PAIRS // (W * P), _MOST_ROWS))
     return max(1, rows // P)
 
@@ -238,7 +239,7 @@ def segments(documents_BS: Tensor) -> _Segments:
 def lower(
     visibility: Visibility, batch: int, rows_per_token: int = 1, rows_causal: bool = False
 ) -> tuple[Piece, ...] | None:
-    """The pieces of a visibility for a batch of `batch` rows, or None where only a dense mask can say it.
+    """The pieces of a visibility for a batch of `batch` rows, or None where it takes a dense mask.
 
     Token data is read eagerly; while compiling (or on the meta device) it has no values, so only structure lowers.
     """

@@ -40,6 +40,7 @@ class Rotary:
 
     @property
     def length_dependent(self) -> bool:
+        """Whether the frequencies change as the sequence grows."""
         return self.scaling is not None and self.scaling["rope_type"] in LENGTH_DEPENDENT
 
     def frequencies(self, length: int | None, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:

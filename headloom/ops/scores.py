@@ -124,6 +124,7 @@ def attend(
 
 
 def record(path: str) -> None:
+    """Count a score path in every `paths` that is open."""
     for counter in _recording:
         counter[path] += 1
 
@@ -199,6 +200,7 @@ def scores_backward(
     masked: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, of the shapes of these, from the merged output and log-sum-exp."""
     key_width, value_width = q.shape[-1], v.shape[-1]
     width = max(key_width, value_width)
     grad, q, k, v, out = (_pad(x, width) for x in (grad, q, k, v, out))

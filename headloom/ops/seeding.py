@@ -26,7 +26,7 @@ class _ByName(TorchFunctionMode):
         self.names, self.seed = names, seed
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args else kwargs.get("tensor")

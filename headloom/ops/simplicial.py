@@ -216,6 +216,7 @@ def simplicial_backward(
     masked: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    """Gradients of q, k1, k2, v1 and v2, of the shapes of these."""
     passes = _Passes.of(q, k1, k2, v1, v2, documents, pairs, rule, pieces, masked, scale)
     B, G, r, _, T, _ = passes.q.shape
     wide, V = passes.q.dtype, v1.shape[-1]

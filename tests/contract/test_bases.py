@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,3 +213,15 @@ def test_folders_of_the_version_before_load(tmp_path):
     assert layer_config("mha", SIZES, OLD["options"]) == hl.make_config("mha", **SIZES)
     with pytest.raises(hl.HeadloomError, match="unknown option 'q_rank' of mha"):
         layer_config("mha", SIZES, {**OLD["options"], "q_rank": 4})
+
+
+def test_the_contract_names_no_base_and_no_mechanisms_idea():
+    """Grouped queries are the contract's own default; all else is said by the base's or mechanism's file."""
+    root = Path(hl.__file__).parent
+    ideas = re.compile(r"pseudo|virtual|simulated_|" + "|".join(OF_BASES))
+    grouped = {"mha", "gqa", "mqa", "linear"}  # a projection and a rotary scaling are called linear too
+    names = re.compile("|".join(f"[\"']{name}[\"']" for name in {*BASES, *hl.mechanisms()} - grouped))
+    for path in [*(root / "contract").glob("*.py"), *(root / "ops").glob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert not ideas.search(text), (path.name, ideas.search(text))
+        assert not names.search(text), (path.name, names.search(text))

@@ -228,8 +228,8 @@ def test_large_logits_stay_finite(dtype, absorb):
         ({"qk_norm": "head"}, ["qk_norm", "mla", "gqa"]),
         ({"absorb": "alway"}, ["alway", "always"]),
         ({"absorb": "always", "projection": "bit"}, ["absorb", "bit", "auto"]),
-        ({"k_rank": 2}, ["k_rank", "tpa", "mla"]),
-        ({"kv_only": True}, ["kv_only", "tpa", "mla"]),
+        ({"k_rank": 2}, ["unknown", "k_rank", "mla"]),
+        ({"kv_only": True}, ["unknown", "kv_only", "mla"]),
         ({"base": "gqa"}, ["base", "mla", "gqa"]),
     ],
 )
@@ -242,6 +242,7 @@ def test_bad_options_say_what_came_and_what_is_allowed(options, words):
 
 @pytest.mark.parametrize("option", ["latent_dim", "plain_dim", "q_rank"])
 def test_other_bases_refuse_its_sizes(option):
-    for name in ("mha", "gqa", "iha", "sas"):
-        with pytest.raises(HeadloomError, match=f"{option} belongs to base mla"):
+    words = {"unknown option '{option}' of {name}": ("mha", "gqa"), "{option} belongs to base mla": ("iha", "sas")}
+    for text, name in ((text, name) for text, names in words.items() for name in names):
+        with pytest.raises(HeadloomError, match=text.format(option=option, name=name)):
             hl.attention(name, hidden_size=16, num_heads=4, **{option: 4})

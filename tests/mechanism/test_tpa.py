@@ -314,8 +314,8 @@ def test_large_logits_stay_finite(dtype):
         ({"q_rank": 2, "kv_only": True}, ["q_rank", "2", "kv_only"]),
         ({"qk_norm": "width"}, ["qk_norm", "tpa", "gqa"]),
         ({"init": "papers"}, ["papers", "paper"]),
-        ({"latent_dim": 4}, ["latent_dim", "mla", "tpa"]),
-        ({"plain_dim": 4}, ["plain_dim", "mla", "tpa"]),
+        ({"latent_dim": 4}, ["unknown", "latent_dim", "tpa"]),
+        ({"plain_dim": 4}, ["unknown", "plain_dim", "tpa"]),
         ({"kv_only": 1}, ["kv_only", "1"]),
         ({"base": "mla"}, ["base", "tpa", "mla"]),
     ],
@@ -329,6 +329,7 @@ def test_bad_options_say_what_came_and_what_is_allowed(options, words):
 
 @pytest.mark.parametrize("option", ["k_rank", "v_rank"])
 def test_other_bases_refuse_its_sizes(option):
-    for name in ("mha", "gqa", "iha", "sas"):
-        with pytest.raises(HeadloomError, match=f"{option} belongs to base tpa"):
+    words = {"unknown option '{option}' of {name}": ("mha", "gqa"), "{option} belongs to base tpa": ("iha", "sas")}
+    for text, name in ((text, name) for text, names in words.items() for name in names):
+        with pytest.raises(HeadloomError, match=text.format(option=option, name=name)):
             hl.attention(name, hidden_size=16, num_heads=4, **{option: 2})
