@@ -1,7 +1,6 @@
-"""`headloom bench`: speed, memory and generation of the mechanisms.
+"""`headloom bench`: speed, memory and generation of the mechanisms, in turns (A B C A B C ...) after a warm-up.
 
-All rows are measured in turns (A B C A B C ...) after a warm-up; medians and quartiles are printed. The use of peak is
-relative to the fastest matrix product of the same run; it counts visible pairs (and, in brackets, all pairs).
+Medians and quartiles are printed; use of peak is over the fastest matrix product of the same run (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -105,7 +104,6 @@ class Common:
         return [Named(found.label, found.mechanism, dict(found.options), tuple(found.notes)) for found in parsed]
 
     def setting(self, repeats: int) -> Setting:
-        """Where and how often to measure."""
         from headloom.bench.setting import Setting
 
         def say(text: str) -> None:
@@ -141,7 +139,6 @@ class LayerOptions:
         return ModelSize(found.name, found.tokens, arguments)
 
     def sizes(self) -> Sizes:
-        """The sizes of one layer."""
         from headloom.bench.asked import Sizes
         from headloom.lab.spec.sizes import get_size
 
@@ -327,8 +324,7 @@ def _run(
     common: Common,
     about: dict[str, Any],
 ) -> None:
-    """Measure, print and write. Each measurement is kept at once, so that Ctrl-C and errors lose nothing; with --out a
-    killed process does not lose it either."""
+    """Measure, print and write. Each measurement is kept at once (with --out on disk): stopping loses nothing."""
     from headloom.bench.setting import Peak
     from headloom.core import heap
     from headloom.report import bench as report
@@ -341,9 +337,7 @@ def _run(
             "--return-memory works with glibc only, and this system has another C library: leave it out"
         )
     elif heap.freed_memory() == "kept":
-        raise HeadloomError(
-            "this process keeps freed memory already and cannot change that: use --return-memory in a new process"
-        )
+        raise HeadloomError("this process already keeps freed memory, for good: use --return-memory in a new process")
     with only_json_on_stdout(common.as_json) as stream, how.active():
         best = Peak(how)
         result: dict[str, Any] = {
