@@ -162,7 +162,6 @@ SHARED = {
     "markdown": "what the module makes, as Markdown",
     "main": "entry points of the command line",
     **dict.fromkeys(("compare", "cost", "decode", "finetune", "memory", "speed", "train"), COMMAND),
-    "Study": "the report's is to go",
 }
 
 

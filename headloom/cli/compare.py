@@ -161,19 +161,19 @@ def show_comparison(comparison: Comparison, noted: Sequence[str] = ()) -> None:
 
 def show_folder(folder: Path, noted: Sequence[str] = ()) -> None:
     """The table and the sentences of a study's folder, those left out that are in `noted`."""
+    from headloom.records.reading import read_study
     from headloom.report import tables
-    from headloom.report.records import read_study
 
     study = read_study(folder)
     out = console()
     rows = tables.rows(study)
-    out.print(_table(tables.columns(study.results["reference"]), rows, wide=out.width >= WIDE))
+    out.print(_table(tables.columns(study.results.reference), rows, wide=out.width >= WIDE))
     for row in rows:
         if row.problem:
             out.print(f"{row.label}: {row.problem}", markup=False, soft_wrap=True)
     said = study.results
-    notes = [note for note in said["notes"] if note not in noted]
-    for line in (*notes, *said.get("warnings", ()), *said["headlines"]):
+    notes = [note for note in said.notes if note not in noted]
+    for line in (*notes, *said.warnings, *said.headlines):
         out.print(line, markup=False, soft_wrap=True)
 
 

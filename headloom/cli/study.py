@@ -76,7 +76,7 @@ def run(
             print_json({"folder": str(found.folder), "report": str(found.report), **found.results}, stdout)
         else:
             show_comparison(found, bar.noted)
-            console().print(found.results["summary"], markup=False, soft_wrap=True)
+            console().print(found.record.summary, markup=False, soft_wrap=True)
     if found.failed:
         raise typer.Exit(RUN_FAILED)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import StudySpec, identity
 from headloom.lab.spec.sizes import get_size
 from headloom.lab.spec.study import WrittenStudy
+from headloom.records.manifest import STUDY_YAML, Manifest
 from headloom.train.config import check_device
 from headloom.train.tracking import check_tracker
 
@@ -113,7 +113,7 @@ def carry_out(
     resolved = plan.resolved
     study_hash = identity(resolved)
     folder = open_study_folder(out, study_hash, resolved, default=default)
-    command = command or f"headloom study run {shlex.quote(str(folder / 'study.yaml'))}"
+    command = command or f"headloom study run {shlex.quote(str(folder / STUDY_YAML))}"
     runner = Runner(plan, folder, study_hash, resolved, study, command, _notes(plan), progress, report)
     return runner.run()
 
@@ -121,8 +121,8 @@ def carry_out(
 def _same_text(out: str | Path | None, corpus: Corpus) -> None:
     """Refuse a folder with a study of another text before this one is tokenised."""
 
-    def differing(held: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        there, here = held["resolved"]["data"]["corpus"], corpus.fingerprint
+    def differing(held: Manifest) -> dict[str, dict[str, Any]]:
+        there, here = held.resolved.data.corpus, corpus.fingerprint
         return {} if there == here else {"data": {"there": there[:12], "here": here[:12]}}
 
     if out is not None:

@@ -55,8 +55,11 @@ class RecordFile(Generic[R]):
 
     def write(self, folder: Path, record: R) -> None:
         """Write the record whole or not at all. Raises DiskFull, and ValueError for NaN and infinities."""
-        fields = TypeAdapter(self.schema).dump_python(record, mode="json")
-        write_json(folder / self.name, {"format": self.format, **fields})
+        write_json(folder / self.name, self.fields(record))
+
+    def fields(self, record: R) -> dict[str, Any]:
+        """What is written of a record, as JSON values."""
+        return {"format": self.format, **TypeAdapter(self.schema).dump_python(record, mode="json")}
 
     def is_in(self, folder: Path) -> bool:
         """Whether there is such a file."""
@@ -86,11 +89,7 @@ class RecordFile(Generic[R]):
 
     def parse(self, text: str, path: Path) -> R:
         """The record that `text`, the content of `path`, holds. Raises as `read`."""
-        fields = self._of_this_format(_mapping(text, path), path)
-        try:
-            return TypeAdapter(self.schema).validate_python(fields)
-        except ValidationError as error:
-            raise HeadloomError(f"'{path}' {complaint(error)}") from None
+        return checked(self.schema, self._of_this_format(_mapping(text, path), path), path)
 
     def _of_this_format(self, fields: Fields, path: Path) -> Fields:
         stated = fields.pop("format", self.unstated)
@@ -112,9 +111,12 @@ class RecordFile(Generic[R]):
         return fields
 
 
-def unchanged(fields: Fields) -> Fields:
-    """The upgrade between two formats that differ in nothing but their number."""
-    return fields
+def checked(schema: type[R], fields: Mapping[str, Any], path: Path) -> R:
+    """What the fields of a file are, by a schema. Raises HeadloomError, which names the file and the field."""
+    try:
+        return TypeAdapter(schema).validate_json(json.dumps(fields))
+    except ValidationError as error:
+        raise HeadloomError(f"'{path}' {complaint(error)}") from None
 
 
 def complaint(error: ValidationError) -> str:

@@ -1,15 +1,15 @@
-"""Curves from metrics.jsonl. Those of the training loss are thinned on the way in: a drawn point is the mean loss of a
-stretch of steps."""
+"""Curves from the metrics of runs. Those of the training loss are thinned on the way in: a drawn point is the mean loss
+of a stretch of steps."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headloom.report.records import Study
+from headloom.records.metrics import read_curve_lines, read_train_lines
+from headloom.records.reading import StudyRecords
 
 BINS, FEWEST = 80, 16
 POINTS = 4000  # of all runs together, so that a page of many runs stays small
@@ -37,48 +37,30 @@ class Curves:
     width: int
 
 
-def read_curves(study: Study) -> Curves:
+def read_curves(study: StudyRecords) -> Curves:
     """The curves of the runs with the reported learning rate."""
-    found = [
-        (run, points) for run in study.chosen if (points := read_curve(study.folder / run["folder"] / "metrics.jsonl"))
-    ]
+    found = [(run, points) for run in study.chosen if (points := training_curve(study.place(run)))]
     last = max((points[-1].step for _, points in found), default=1)
     bins = max(FEWEST, min(BINS, POINTS // max(1, len(found))))
     width = stretch_width(last, bins)
     curves: dict[str, dict[int, list[Point]]] = {}
     for run, points in found:
-        curves.setdefault(run["variant"], {})[run["seed"]] = smooth(points, width)
+        curves.setdefault(run.variant, {})[run.seed] = smooth(points, width)
     return Curves(curves, width)
 
 
-def read_curve(path: Path, kind: str = "train") -> list[Point]:
-    """The training losses in metrics.jsonl, or what the evaluations along the way found ("curve"; bits per byte stand
-    for the loss then). A line cut short by a crash and values that are not finite are left out."""
-    value = {"train": "loss", "curve": "bits_per_byte"}[kind]
-    points = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            if kind not in line and kind != "train":  # no need to read what is many times more
-                continue
-            record = json.loads(line)
-            if record.get("kind", "train") != kind:
-                continue
-            point = Point(
-                int(record["step"]),
-                float(record["seconds"]),
-                float(record[value]),
-                record.get("tokens"),
-                record.get("flops"),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-        if math.isfinite(point.loss) and math.isfinite(point.seconds):
-            points.append(point)
-    return points
+def training_curve(place: Path) -> list[Point]:
+    """The training losses of the run in a folder, without values that are not finite."""
+    return _finite(Point(x.step, x.seconds, x.loss, x.tokens, x.flops) for x in read_train_lines(place))
+
+
+def held_out_curve(place: Path) -> list[Point]:
+    """What the evaluations along a run found; bits per byte stand for the loss."""
+    return _finite(Point(x.step, x.seconds, x.bits_per_byte, x.tokens, x.flops) for x in read_curve_lines(place))
+
+
+def _finite(points: Iterable[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point.loss) and math.isfinite(point.seconds)]
 
 
 def stretch_width(steps: int, bins: int = BINS) -> int:

@@ -9,45 +9,46 @@ from typing import Any
 
 import altair as alt
 
+from headloom.records.reading import StudyRecords
 from headloom.report.front import front
 from headloom.report.held_out import held_out
 from headloom.report.loss import loss
 from headloom.report.mixes import mixes
 from headloom.report.rates import learning_rates
-from headloom.report.records import Study
 from headloom.report.style import MIDDLE, Panel, Section, colour, finish, named
 from headloom.report.sweep import sweep
 
 
-def all_sections(study: Study) -> list[Section]:
+def all_sections(study: StudyRecords) -> list[Section]:
     """The sections with figures this study has data for, in the page's order."""
     found = (make(study) for make in (held_out, difference, sweep, front, learning_rates, mixes, loss))
     return [section for section in found if section is not None]
 
 
-def difference(study: Study) -> Section | None:
+def difference(study: StudyRecords) -> Section | None:
     """Difference to the reference with its 95 % interval, one row a variant; left of zero is better."""
-    rows, seeds = [], []
-    values = {variant["label"]: variant["bits_per_byte"]["values"] for variant in study.results["variants"]}
-    for variant in study.results["variants"]:
-        found = variant.get("difference")
-        if not found or found["mean"] is None:
+    rows: list[dict[str, Any]] = []
+    seeds: list[dict[str, Any]] = []
+    values = {variant.label: variant.bits_per_byte.values for variant in study.variants}
+    for variant in study.variants:
+        found = variant.difference
+        if found is None or found.mean is None:
             continue
-        label, against = variant["label"], study.against(variant)
+        label, against = variant.label, variant.against
         rows.append(
             {
                 "variant": label,
                 "against": against,
-                "difference": found["mean"],
-                "low": found["low"] if found["low"] is not None else found["mean"],
-                "high": found["high"] if found["high"] is not None else found["mean"],
-                "p_holm": found["p_holm"],
-                "seeds": found["n"],
+                "difference": found.mean,
+                "low": found.low if found.low is not None else found.mean,
+                "high": found.high if found.high is not None else found.mean,
+                "p_holm": found.p_holm,
+                "seeds": found.n,
             }
         )
         theirs = values.get(against or "", {})
         seeds += [
-            {"variant": label, "seed": int(seed), "difference": value - theirs[seed]}
+            {"variant": label, "seed": seed, "difference": value - theirs[seed]}
             for seed, value in values[label].items()
             if seed in theirs
         ]
@@ -67,7 +68,7 @@ def difference(study: Study) -> Section | None:
     )
 
 
-def _difference(study: Study, labels: list[str]) -> dict[str, Any]:
+def _difference(study: StudyRecords, labels: list[str]) -> dict[str, Any]:
     title = ["bits per byte minus the reference's", "(left of zero is better)"]
     x = alt.X(
         "difference:Q",

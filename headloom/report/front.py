@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from headloom.report.records import Study
+from headloom.records.reading import StudyRecords
 from headloom.report.style import MIDDLE, Panel, Section, colour, finish, named, shape
 
 LOG_FROM = 5.0  # the largest over the smallest cost from which the axis is logarithmic
@@ -20,7 +20,7 @@ TITLES = {
 }
 
 
-def front(study: Study) -> Section | None:
+def front(study: StudyRecords) -> Section | None:
     """One panel a cost in which the variants differ; time is always drawn.
 
     A run's time is its steps times the variant's step as it was measured, in turns with the others': how long a run
@@ -29,7 +29,7 @@ def front(study: Study) -> Section | None:
     runs = _runs(study)
     if not runs:
         return None
-    means, told = _means(study, runs), told_apart(study)
+    means, told = _means(study, runs), known_signs(study)
     panels, notes, datasets = [], [], {"quality-runs": runs}
     for cost, title in TITLES.items():
         known = [row for row in means if row[cost] is not None]
@@ -77,7 +77,7 @@ def front(study: Study) -> Section | None:
 Told = dict[tuple[str, str], tuple[int, int]]
 
 
-def told_apart(study: Study) -> Told:
+def known_signs(study: StudyRecords) -> Told:
     """(variant, other) -> the signs of what is known of bits per byte and of time: -1 where the variant's is smaller by
     more than noise, 1 where it is larger, 0 where the two are not told apart.
 
@@ -86,14 +86,14 @@ def told_apart(study: Study) -> Told:
     measured) the numbers themselves decide.
     """
     found: Told = {}
-    for pair in study.results.get("pairs") or []:
-        bits, time = pair["bits"], pair.get("time") or {"ratio": None}
+    for pair in study.results.pairs:
+        bits, time = pair.bits, pair.time
         signs = (
-            _sign(bits["mean"], bits["low"], bits["high"], 0.0),
-            _sign(time["ratio"], time.get("low"), time.get("high"), 1.0),
+            _sign(bits.mean, bits.low, bits.high, 0.0),
+            _sign(time.ratio, time.low, time.high, 1.0) if time else 0,
         )
-        found[pair["variant"], pair["other"]] = signs
-        found[pair["other"], pair["variant"]] = (-signs[0], -signs[1])
+        found[pair.variant, pair.other] = signs
+        found[pair.other, pair.variant] = (-signs[0], -signs[1])
     return found
 
 
@@ -132,44 +132,38 @@ def on_front(rows: Sequence[dict[str, Any]], cost: str | None, told: Told) -> li
     return sorted(kept, key=lambda i: rows[i][cost or "bits"])
 
 
-def _runs(study: Study) -> list[dict[str, Any]]:
-    by_label = {variant["label"]: variant for variant in study.results["variants"]}
+def _runs(study: StudyRecords) -> list[dict[str, Any]]:
+    by_label = {variant.label: variant for variant in study.variants}
     calibrated = _calibrated(study)
     return [
         {
-            "variant": run["variant"],
-            "seed": run["seed"],
-            "time": by_label[run["variant"]]["planned_seconds"] if calibrated else run["train_seconds"],
-            "parameters": by_label[run["variant"]]["parameters"],
-            "cache": cache_bytes(by_label[run["variant"]]),
-            "bits": run["bits_per_byte"],
+            "variant": run.variant,
+            "seed": run.seed,
+            "time": by_label[run.variant].planned_seconds if calibrated else run.train_seconds,
+            "parameters": by_label[run.variant].parameters,
+            "cache": float(by_label[run.variant].cache_bytes),
+            "bits": run.bits_per_byte,
         }
         for run in study.finished
     ]
 
 
-def _calibrated(study: Study) -> bool:
-    return all(variant.get("planned_seconds") is not None for variant in study.results["variants"])
+def _calibrated(study: StudyRecords) -> bool:
+    return all(variant.planned_seconds is not None for variant in study.variants)
 
 
-def cache_bytes(variant: dict[str, Any]) -> float:
-    """Of one whole sequence, or of a token where the records do not know the sequence."""
-    whole = variant.get("cache_bytes")
-    return float(whole if whole is not None else variant["cache_bytes_per_token"])
-
-
-def _means(study: Study, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _means(study: StudyRecords, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     means = []
-    for variant in study.results["variants"]:
-        mine = [row for row in runs if row["variant"] == variant["label"]]
+    for variant in study.variants:
+        mine = [row for row in runs if row["variant"] == variant.label]
         if mine:
             mean = {key: math.fsum(row[key] for row in mine) / len(mine) for key in ("time", "bits")}
             means.append(
                 {
-                    "variant": variant["label"],
-                    "group": study.group(variant),
-                    "parameters": variant["parameters"],
-                    "cache": cache_bytes(variant),
+                    "variant": variant.label,
+                    "group": study.groups[variant.label],
+                    "parameters": variant.parameters,
+                    "cache": float(variant.cache_bytes),
                     "seeds": len(mine),
                     **mean,
                 }
@@ -188,7 +182,7 @@ def _many(means: list[dict[str, Any]]) -> bool:
     return len(_groups(means)) > 1
 
 
-def _panel(study: Study, cost: str, title: str, low: float, high: float) -> dict[str, Any]:
+def _panel(study: StudyRecords, cost: str, title: str, low: float, high: float) -> dict[str, Any]:
     log = low > 0 and high >= LOG_FROM * low
     # equal costs stand beside zero, or the axis would show nothing but their last digits
     linear = alt.Scale(zero=high - low <= EQUAL * high, padding=24)

@@ -7,31 +7,31 @@ from typing import Any
 
 import altair as alt
 
-from headloom.report.curves import Point, mean_curve, read_curve
+from headloom.records.reading import StudyRecords
+from headloom.report.curves import Point, held_out_curve, mean_curve
 from headloom.report.loss import AXES, TABS, lines, row, window
-from headloom.report.records import Study
 from headloom.report.style import MIDDLE, Panel, Section
 
 TITLE = "validation bits per byte (lower is better)"
 
 
-def held_out(study: Study) -> Section | None:
+def held_out(study: StudyRecords) -> Section | None:
     """Thin lines are seeds, the thick one their mean, a mark an evaluation; None where no run was evaluated on the way.
 
     Seconds are steps times the measured step, as in every comparison of times; the run's own clock where no step was
     measured.
     """
-    steps = {variant["label"]: (variant.get("step_time") or {}).get("median") for variant in study.results["variants"]}
+    steps = {variant.label: variant.step_time.median for variant in study.variants if variant.step_time}
     curves: dict[str, dict[int, list[Point]]] = {}
     for run in study.chosen:
-        points = read_curve(study.folder / run["folder"] / "metrics.jsonl", "curve")
+        points = held_out_curve(study.place(run))
         if len(points) > 1:
-            step = steps.get(run["variant"])
+            step = steps.get(run.variant)
             points = [p if step is None else replace(p, seconds=p.step * step) for p in points]
-            curves.setdefault(run["variant"], {})[run["seed"]] = points
+            curves.setdefault(run.variant, {})[run.seed] = points
     if not curves:
         return None
-    done = {(run["variant"], run["seed"]) for run in study.finished}
+    done = {(run.variant, run.seed) for run in study.finished}
     thin = [
         {"variant": label, "seed": seed, **row(point, "bits")}
         for label, seeds in curves.items()
@@ -78,13 +78,13 @@ def held_out(study: Study) -> Section | None:
     )
 
 
-def _ends(study: Study) -> dict[str, float]:
+def _ends(study: StudyRecords) -> dict[str, float]:
     """The references that others are read at the end of, with their training time."""
     found = {}
-    for variant in study.results["variants"]:
-        read = variant.get("at_time")
-        if read and study.against(variant) is None:
-            found[variant["label"]] = read["seconds"]
+    for variant in study.variants:
+        read = variant.at_time
+        if read and variant.against is None:
+            found[variant.label] = read.seconds
     return found
 
 

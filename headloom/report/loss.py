@@ -6,8 +6,8 @@ from typing import Any
 
 import altair as alt
 
+from headloom.records.reading import StudyRecords
 from headloom.report.curves import Point, mean_curve, read_curves
-from headloom.report.records import Study
 from headloom.report.style import Panel, Section, colour, finish, named
 
 AXES = {
@@ -19,12 +19,12 @@ AXES = {
 TABS = {"flops": "FLOPs"}
 
 
-def loss(study: Study) -> Section | None:
+def loss(study: StudyRecords) -> Section | None:
     """Thin lines are seeds, the thick one is the mean of the finished ones."""
     curves = read_curves(study)
     if not curves.by_variant:
         return None
-    done = {(run["variant"], run["seed"]) for run in study.finished}
+    done = {(run.variant, run.seed) for run in study.finished}
     thin = [
         {"variant": label, "seed": seed, **row(point, "loss")}
         for label, seeds in curves.by_variant.items()
@@ -71,7 +71,7 @@ def row(point: Point, name: str) -> dict[str, Any]:
 
 
 def lines(
-    study: Study,
+    study: StudyRecords,
     data: str,
     axis: str,
     value: str,

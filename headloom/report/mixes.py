@@ -7,7 +7,6 @@ mixes.npz, without names and without the start. A grid of small maps a variant, 
 from __future__ import annotations
 
 import re
-import zipfile
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -15,7 +14,11 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from headloom.report.records import Study
+from headloom.core.errors import HeadloomError
+from headloom.records.arrays import Array, WeightPicture, read_mixes, read_pictures
+from headloom.records.reading import StudyRecords
+from headloom.records.results import FinishedRun
+from headloom.records.runs import MIXES, PICTURES
 from headloom.report.style import Panel, Section, finish, named
 
 PANELS, MAPS, LAYERS = 8, 24, 6
@@ -45,7 +48,7 @@ class Map:
         return None if self.start is None else replace(self, weight=self.weight - self.start)
 
 
-def mixes(study: Study) -> Section | None:
+def mixes(study: StudyRecords) -> Section | None:
     """Two panels a variant, of its first finished seed; None where no run left anything to show."""
     panels: list[Panel] = []
     datasets: dict[str, list[dict[str, Any]]] = {}
@@ -56,7 +59,7 @@ def mixes(study: Study) -> Section | None:
             continue
         drawn = chosen(maps)
         changes = [change for m in drawn if (change := m.change) is not None]
-        file = f"{run['folder']}/{'pictures' if run.get('pictures') else 'mixes'}.npz"
+        file = f"{run.folder}/{PICTURES if run.pictures else MIXES}"
         if len(panels) + 1 + bool(changes) > PANELS:
             notes.append(f"{label}: not drawn, for want of room; see {file}.")
             continue
@@ -69,7 +72,7 @@ def mixes(study: Study) -> Section | None:
                 spec, data = _grid(grid, name, what)
                 panels.append(Panel(name, tab, spec))
                 datasets |= data
-        rows += [_summary(label, run["seed"], m) for m in maps]
+        rows += [_summary(label, run.seed, m) for m in maps]
     if not rows:
         return None
     return Section(
@@ -89,43 +92,49 @@ def mixes(study: Study) -> Section | None:
     )
 
 
-def _first_runs(study: Study) -> dict[str, dict[str, Any]]:
-    first: dict[str, dict[str, Any]] = {}
+def _first_runs(study: StudyRecords) -> dict[str, FinishedRun]:
+    first: dict[str, FinishedRun] = {}
     for run in study.finished:
-        if run.get("pictures") or run.get("mixes"):
-            first.setdefault(run["variant"], run)
+        if run.pictures or run.mixes:
+            first.setdefault(run.variant, run)
     return {label: first[label] for label in study.labels if label in first}
 
 
-def read_maps(study: Study, run: dict[str, Any]) -> list[Map]:
+def read_maps(study: StudyRecords, run: FinishedRun) -> list[Map]:
     """What a run left to show, by name and layer; without a weight that is not finite, or a file that cannot be
     read."""
-    found = []
+    place = study.place(run)
     try:
-        path = study.folder / run["folder"] / ("pictures.npz" if run.get("pictures") else "mixes.npz")
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as saved:
-            for key in saved.files:
-                if "/" not in key or key.endswith("/end"):
-                    m = _map(key.removesuffix("/end"), saved)
-                    if m.weight.size and np.isfinite(m.weight).all():
-                        found.append(m)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        if run.pictures:
+            found = [_from_picture(key, picture) for key, picture in read_pictures(place).items()]
+        else:
+            found = [_from_mix(key, mix) for key, mix in read_mixes(place).items()]
+    except HeadloomError:  # the page says the rest
         return []
+    found = [m for m in found if m.weight.size and np.isfinite(m.weight).all()]
     names = list(dict.fromkeys(m.name for m in found))
     return sorted(found, key=lambda m: (names.index(m.name), m.layer))
 
 
-def _map(key: str, saved: Any) -> Map:
+def _from_picture(key: str, picture: WeightPicture) -> Map:
+    layer, name = _named(key)
+    names = picture.rows, picture.columns, picture.down, picture.across
+    return Map(layer, name, picture.end.shape, picture.end, picture.start, *names)
+
+
+def _from_mix(key: str, mix: Array) -> Map:
+    """A mix by its first axis, without names."""
+    layer, name = _named(key)
+    weight = np.atleast_1d(mix)
+    return Map(layer, name, weight.shape, weight.reshape(len(weight), -1))
+
+
+def _named(key: str) -> tuple[int, str]:
+    """The layer and the weight of a parameter's name: "model.layers.3.self_attn.q_mix.weight" is (3, "q_mix")."""
     layer = LAYER.search(key)
-    parts = key[layer.end() :] if layer else key  # "self_attn.q_mix.weight" of the layer
+    parts = key[layer.end() :] if layer else key
     name = ".".join(part for part in parts.split(".") if part not in ("weight", "self_attn", "attn", "attention"))
-    place = int(layer[1]) if layer else 0
-    if key in saved.files:  # a mix, without names
-        weight = np.atleast_1d(np.asarray(saved[key], dtype=np.float32))
-        return Map(place, name, weight.shape, weight.reshape(len(weight), -1))
-    weight, start = (np.asarray(saved[f"{key}/{when}"], dtype=np.float32) for when in ("end", "start"))
-    rows, columns, (down, across) = (tuple(map(str, saved[f"{key}/{part}"])) for part in ("rows", "columns", "axes"))
-    return Map(place, name, weight.shape, weight, start, rows, columns, down, across)
+    return int(layer[1]) if layer else 0, name
 
 
 def chosen(maps: list[Map]) -> list[Map]:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headloom.core.files import write_bytes, write_text
+from headloom.records.manifest import FIGURES, REPORT
+from headloom.records.reading import StudyRecords, read_study
 from headloom.report import facts, stills, tables
 from headloom.report.figures import all_sections
-from headloom.report.records import Study, read_study
 from headloom.report.style import Section, colour_of, theme
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def write_report(folder: Path | str) -> Path:
     """
     study = read_study(folder)
     sections = all_sections(study)
-    place = study.folder / "figures"
+    place = study.folder / FIGURES
     place.mkdir(exist_ok=True)
     addresses: dict[str, str] = {}
     for section in sections:
@@ -49,12 +50,12 @@ def write_report(folder: Path | str) -> Path:
             address = stills.data_address(drawn)
             if sum(map(len, addresses.values())) + len(address) <= STILLS:
                 addresses[panel.name] = address
-    page = study.folder / "report.html"
+    page = study.folder / REPORT
     write_text(page, render(study, sections, addresses))
     return page
 
 
-def render(study: Study, sections: list[Section], addresses: dict[str, str]) -> str:
+def render(study: StudyRecords, sections: list[Section], addresses: dict[str, str]) -> str:
     """The page's text. `addresses` are the panels' stills as data: addresses, by name; one that is absent
     is shown as its file's name."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -66,24 +67,23 @@ def render(study: Study, sections: list[Section], addresses: dict[str, str]) -> 
     environment.filters["name"] = _breakable
     bundle, script = stills.bundle(), _asset("page.js")
     results = study.results
-    summary = results.get("summary")
     failed, more_failed = facts.failures(study)
     return environment.get_template("page.html.j2").render(
         kicker=facts.kicker(study),
         title=facts.title(study),
-        question=study.study.get("question") or "",
+        question=study.manifest.question,
         banner=facts.banner(study),
         in_short=facts.in_short(study),
-        headlines=[line for line in (summary, results.get("time_summary")) if line] or results["headlines"],
-        warnings=results.get("warnings") or [],
+        headlines=[line for line in (results.summary, results.time_summary) if line] or results.headlines,
+        warnings=results.warnings,
         tables=[
-            ("What was found", "Results of every variant", *_table(tables.found(study))),
-            ("How sure it is", "Intervals of every difference", *_table(tables.sure(study))),
-            ("What it cost", "Size and costs of every variant", *_table(tables.costs(study))),
+            ("What was found", "Results of every variant", *_table(tables.found_table(study))),
+            ("How sure it is", "Intervals of every difference", *_table(tables.interval_table(study))),
+            ("What it cost", "Size and costs of every variant", *_table(tables.cost_table(study))),
         ],
         kinds={"verdict": "verdict", "options": "text", "state": "text"},
         colours={label: colour_of(place) for place, label in enumerate(study.labels)},
-        table_notes=[*results["notes"], *facts.how_read(study)],
+        table_notes=[*results.notes, *facts.how_read(study)],
         failed=failed,
         more_failed=more_failed,
         sections=sections,
@@ -91,13 +91,13 @@ def render(study: Study, sections: list[Section], addresses: dict[str, str]) -> 
         labels=study.labels,
         config_differences=[
             (key, [_setting(values.get(label, ABSENT)) for label in study.labels])
-            for key, values in results["config_differences"].items()
+            for key, values in results.config_differences.items()
         ],
-        common=[(key, tables.show(value)) for key, value in results["common"].items()],
+        common=[(key, tables.setting_text(value)) for key, value in results.common.items()],
         runs=_table(facts.runs(study)),
         facts=facts.facts(study),
-        command=study.study["command"],
-        version=study.study["versions"].get("headloom", ""),
+        command=study.manifest.command,
+        version=study.manifest.versions.get("headloom", ""),
         style=Markup(_asset("page.css")),
         figure_data=Markup(inert_json(_drawings(study, sections))),
         bundle=Markup(bundle),
@@ -116,7 +116,7 @@ def inert_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _drawings(study: Study, sections: list[Section]) -> dict[str, Any]:
+def _drawings(study: StudyRecords, sections: list[Section]) -> dict[str, Any]:
     """What page.js draws from."""
     return {
         "themes": {"light": theme(dark=False), "dark": theme(dark=True)},
@@ -152,7 +152,7 @@ def _breakable(label: str) -> Markup:
 
 
 def _setting(value: Any) -> str:
-    return "-" if value == ABSENT else tables.show(value)
+    return "-" if value == ABSENT else tables.setting_text(value)
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:

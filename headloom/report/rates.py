@@ -6,37 +6,37 @@ from typing import Any
 
 import altair as alt
 
-from headloom.report.records import Study
+from headloom.records.reading import StudyRecords
 from headloom.report.style import Panel, Section, colour, finish, named
 
 LOG_FROM = 2.0  # the worst over the best mean from which the quality axis is logarithmic
 
 
-def learning_rates(study: Study) -> Section | None:
+def learning_rates(study: StudyRecords) -> Section | None:
     """None where no grid was asked for, or nothing of it has finished."""
     rows, failed = [], []
-    for variant in study.results["variants"]:
-        for entry in variant.get("grid") or []:
-            spread = entry["selection_bits_per_byte"]
-            row = {"variant": variant["label"], "rate": entry["learning_rate"]}
-            if entry.get("failed"):
-                failed.append({**row, "failed": entry["failed"]})
-            if spread["mean"] is not None:
-                sd = spread["sd"] or 0.0
+    for variant in study.variants:
+        for entry in variant.grid:
+            spread = entry.selection_bits_per_byte
+            row = {"variant": variant.label, "rate": entry.learning_rate}
+            if entry.failed:
+                failed.append({**row, "failed": entry.failed})
+            if spread.mean is not None:
+                sd = spread.sd or 0.0
                 rows.append(
                     {
                         **row,
-                        "mean": spread["mean"],
-                        "low": spread["mean"] - sd,
-                        "high": spread["mean"] + sd,
-                        "seeds": spread["n"],
-                        "failed": entry.get("failed", 0),
-                        "chosen": entry["learning_rate"] == variant.get("learning_rate"),
+                        "mean": spread.mean,
+                        "low": spread.mean - sd,
+                        "high": spread.mean + sd,
+                        "seeds": spread.n,
+                        "failed": entry.failed,
+                        "chosen": entry.learning_rate == variant.learning_rate,
                     }
                 )
     if not rows:
         return None
-    added = any(variant.get("grid_added") for variant in study.results["variants"])
+    added = any(variant.grid_added for variant in study.variants)
     return Section(
         name="learning-rates",
         title="Learning rates",
@@ -52,7 +52,7 @@ def learning_rates(study: Study) -> Section | None:
     )
 
 
-def _panel(study: Study, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> dict[str, Any]:
+def _panel(study: StudyRecords, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> dict[str, Any]:
     means = [row["mean"] for row in rows]
     log = min(means) > 0 and max(means) > LOG_FROM * min(means)
     ticks = sorted({row["rate"] for row in (*rows, *failed)})

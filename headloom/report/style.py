@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from headloom.report.records import Study
+from headloom.records.reading import StudyRecords
 
 # Distinguishable for most readers with colour blindness, and on a white and on a dark ground; from the tenth variant on
 # the same hues in another lightness.
@@ -58,7 +58,7 @@ class Section:
     canvas: bool = False
 
 
-def colour(study: Study, legend: bool = True) -> alt.Color:
+def colour(study: StudyRecords, legend: bool = True) -> alt.Color:
     """One colour a variant, the same in every figure and in the tables."""
     labels = study.labels
     return alt.Color(
@@ -68,7 +68,7 @@ def colour(study: Study, legend: bool = True) -> alt.Color:
     )
 
 
-def shape(study: Study) -> alt.Shape:
+def shape(study: StudyRecords) -> alt.Shape:
     """One mark a variant, for readers who cannot tell the colours."""
     labels = study.labels
     marks = [SHAPES[place % len(SHAPES)] for place in range(len(labels))]

@@ -6,22 +6,22 @@ from typing import Any
 
 import altair as alt
 
-from headloom.report.records import Study
+from headloom.records.reading import StudyRecords
+from headloom.records.results import VariantResult
 from headloom.report.style import Panel, Section, colour_of, finish, named
-from headloom.report.tables import show
+from headloom.report.tables import setting_text
 
 FEWEST = 3  # values of an axis that make a line
 LOG_FROM = 8.0  # the largest over the smallest value from which the axis is logarithmic
 
 
-def sweep(study: Study) -> Section | None:
+def sweep(study: StudyRecords) -> Section | None:
     """One panel an axis of `settings` with at least three values; None without such an axis."""
     rows = [
         {**row, "axis": axis, "value": value}
-        for variant in study.results["variants"]
+        for variant in study.variants
         if (row := _row(variant)) is not None
-        for axis, value in (variant.get("settings") or {}).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        for axis, value in variant.settings.items()
     ]
     axes = {
         axis: sorted({row["value"] for row in rows if row["axis"] == axis}) for axis in {r["axis"]: 0 for r in rows}
@@ -45,19 +45,19 @@ def sweep(study: Study) -> Section | None:
     )
 
 
-def _row(variant: dict[str, Any]) -> dict[str, Any] | None:
-    bits, settings = variant["bits_per_byte"], variant.get("settings") or {}
-    if bits["mean"] is None:
+def _row(variant: VariantResult) -> dict[str, Any] | None:
+    bits, settings = variant.bits_per_byte, variant.settings
+    if bits.mean is None:
         return None
-    options = [f"{key}={show(value)}" for key, value in variant["options"].items() if key not in settings]
-    sd = bits["sd"] or 0.0
+    options = [f"{key}={setting_text(value)}" for key, value in variant.options.items() if key not in settings]
+    sd = bits.sd or 0.0
     return {
-        "series": ":".join([variant["mechanism"], *options]),
-        "variant": variant["label"],
-        "mean": bits["mean"],
-        "low": bits["mean"] - sd,
-        "high": bits["mean"] + sd,
-        "seeds": bits["n"],
+        "series": ":".join([variant.mechanism, *options]),
+        "variant": variant.label,
+        "mean": bits.mean,
+        "low": bits.mean - sd,
+        "high": bits.mean + sd,
+        "seeds": bits.n,
     }
 
 

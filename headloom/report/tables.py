@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headloom.report.records import Study
+from headloom.records.reading import StudyRecords
+from headloom.records.results import AtTime, Difference, FailedSeed, VariantResult
 
 BEYOND = ("better", "worse")
 MOST = 1000  # pairs beyond which an estimate of them says no more than that it is beyond
@@ -46,19 +47,20 @@ def columns(reference: str) -> tuple[str, ...]:
     )
 
 
-DIFFERENCE = 7  # the place of the verdict among them
+DIFFERENCE = 7
+"""The place of the verdict among the columns."""
 
 
-def rows(study: Study) -> list[Row]:
+def rows(study: StudyRecords) -> list[Row]:
     """The terminal's table, one row a variant in the study's order."""
-    places = _places(study.results["variants"])
-    return [_row(study, variant, places) for variant in study.results["variants"]]
+    places = _places(study.variants)
+    return [_row(variant, places) for variant in study.variants]
 
 
-def found(study: Study) -> tuple[list[str], list[Row]]:
+def found_table(study: StudyRecords) -> tuple[list[str], list[Row]]:
     """The page's first table: quality, the paired difference, what a step takes, quality at equal time, and how many
     more seeds would settle it. Columns that no variant fills are left out."""
-    variants = study.results["variants"]
+    variants = study.variants
     against = _references(study)
     whose = next(iter(against)) if len(against) == 1 else "its reference"
     names = [
@@ -74,81 +76,80 @@ def found(study: Study) -> tuple[list[str], list[Row]]:
     places = _places(variants)
     lines = []
     for variant in variants:
-        verdict, _ = _difference(study, variant, places)
-        other = study.against(variant)
+        verdict, _ = _difference(variant, places)
+        other = variant.against
         word = WORDS[verdict] + (f" than {other}" if len(against) > 1 and verdict in BEYOND else "")
-        read = variant.get("at_time") or {}
-        ratio = variant.get("step_ratio")
+        read, ratio = variant.at_time, variant.step_ratio
         cells = (
-            variant["label"],
+            variant.label,
             _quality(variant, places),
-            _signed(variant.get("difference"), places),
+            _signed(variant.difference, places),
             word,
             "-" if ratio is None else f"{1.0 if other is None else ratio:.2f}",
             _mean(read, places),
-            _signed(read.get("difference"), places),
+            _signed(read.difference if read else None, places),
             _more_seeds(variant),
         )
-        lines.append(Row(variant["label"], cells, verdict, ""))
+        lines.append(Row(variant.label, cells, verdict, ""))
     return filled(names, lines)
 
 
-def sure(study: Study) -> tuple[list[str], list[Row]]:
+def interval_table(study: StudyRecords) -> tuple[list[str], list[Row]]:
     """The page's second table: how sure the differences are."""
     names = ["variant", "95 % interval (t)", "95 % interval (bootstrap)", "p (Holm)", "effect / seed sd"]
-    places = _places(study.results["variants"])
+    places = _places(study.variants)
     lines = []
-    for variant in study.results["variants"]:
-        row = variant.get("difference")
+    for variant in study.variants:
+        row = variant.difference
         if row is not None:
             cells = (
-                variant["label"],
-                _interval(row.get("low"), row.get("high"), places),
-                _interval(row.get("bootstrap_low"), row.get("bootstrap_high"), places),
-                _p(row.get("p"), row.get("p_holm")),
-                "-" if row.get("effect") is None else f"{row['effect']:+.2g}",
+                variant.label,
+                _interval(row.low, row.high, places),
+                _interval(row.bootstrap_low, row.bootstrap_high, places),
+                _p(row.p, row.p_holm),
+                "-" if row.effect is None else f"{row.effect:+.2g}",
             )
-            lines.append(Row(variant["label"], cells, "", ""))
+            lines.append(Row(variant.label, cells, "", ""))
     return filled(names, lines)
 
 
-def _references(study: Study) -> set[str]:
-    return {name for variant in study.results["variants"] if (name := study.against(variant))}
+def _references(study: StudyRecords) -> set[str]:
+    return {name for variant in study.variants if (name := variant.against)}
 
 
-def _signed(difference: dict[str, Any] | None, places: int) -> str:
+def _signed(difference: Difference | None, places: int) -> str:
     """A paired difference with half its interval."""
-    if difference is None or difference["mean"] is None:
+    if difference is None or difference.mean is None:
         return "-"
-    half = difference.get("half_width")
-    return f"{difference['mean']:+.{places}f}" + ("" if half is None else f" ± {half:.{places}f}")
+    half = difference.half_width
+    return f"{difference.mean:+.{places}f}" + ("" if half is None else f" ± {half:.{places}f}")
 
 
-def _mean(read: dict[str, Any], places: int) -> str:
-    mean = read["bits_per_byte"]["mean"] if read else None
+def _mean(read: AtTime | None, places: int) -> str:
+    mean = read.bits_per_byte.mean if read else None
     return "-" if mean is None else f"{mean:.{places}f}"
 
 
-def _in_time(read: dict[str, Any], places: int) -> str:
-    difference = _signed(read.get("difference"), places)
+def _in_time(read: AtTime | None, places: int) -> str:
+    difference = _signed(read.difference if read else None, places)
     return _mean(read, places) + ("" if difference == "-" else f" ({difference})")
 
 
-def _more_seeds(variant: dict[str, Any]) -> str:
+def _more_seeds(variant: VariantResult) -> str:
     """The estimate in words: "-" where it is settled or there is nothing to settle."""
-    difference = variant.get("difference")
-    if not difference or difference["verdict"] in BEYOND:
+    difference = variant.difference
+    if not difference or difference.verdict in BEYOND:
         return "-"
-    more = difference.get("more_seeds")
+    more = difference.more_seeds
     if more is None:
-        return "not known" if difference["n"] < 2 else "-"
-    if more + difference["n"] >= MOST:
-        return f"over {MOST - difference['n'] - 1:,}"
+        return "not known" if difference.n < 2 else "-"
+    if more + difference.n >= MOST:
+        return f"over {MOST - difference.n - 1:,}"
     digits = max(0, len(str(more)) - 2)
     return f"about {round(more, -digits):,}"
 
 
-def costs(study: Study) -> tuple[list[str], list[Row]]:
+def cost_table(study: StudyRecords) -> tuple[list[str], list[Row]]:
     """The page's third table: what every variant is made of and takes. Columns that no variant fills are left out."""
     names = [
         "variant",
@@ -164,28 +165,23 @@ def costs(study: Study) -> tuple[list[str], list[Row]]:
         "options",
     ]
     lines = []
-    for variant in study.results["variants"]:
-        form = variant.get("shape") or {}
+    for variant in study.variants:
+        shape = variant.shape
         cells = (
-            variant["label"],
-            _parameters(study, variant),
-            _joined(" x ", [form.get(key) for key in ("num_layers", "hidden_size", "num_heads")], str),
-            short(variant["attention_flops_per_token"]),
-            _joined(" / ", [variant.get("training_flops_exact"), variant.get("training_flops_full")], short),
-            _joined(" / ", [variant["cache_bytes_per_token"], variant.get("cache_bytes")], short),
-            _step(study, variant),
-            _joined(" / ", [variant.get("steps"), variant.get("tokens_trained")], short),
-            _joined("", [variant.get("planned_seconds")], seconds),
-            _joined("", [variant.get("learning_rate")], "{:g}".format) + (" (edge)" * bool(variant.get("grid_edge"))),
-            _options(variant, but=variant["label"]),
+            variant.label,
+            _parameters(variant),
+            f"{shape.num_layers} x {shape.hidden_size} x {shape.num_heads}",
+            short(variant.attention_flops_per_token),
+            f"{short(variant.training_flops_exact)} / {short(variant.training_flops_full)}",
+            f"{short(variant.cache_bytes_per_token)} / {short(variant.cache_bytes)}",
+            _step(variant),
+            f"{short(variant.steps)} / {short(variant.tokens_trained)}",
+            "-" if variant.planned_seconds is None else duration(variant.planned_seconds),
+            "-" if variant.learning_rate is None else f"{variant.learning_rate:g}" + " (edge)" * variant.grid_edge,
+            _options(variant, but=variant.label),
         )
-        lines.append(Row(variant["label"], cells, "", ""))
+        lines.append(Row(variant.label, cells, "", ""))
     return filled(names, lines)
-
-
-def _joined(sign: str, values: Sequence[Any], write: Callable[[Any], str]) -> str:
-    """The values that are known."""
-    return sign.join(write(value) for value in values if value is not None) or "-"
 
 
 def filled(names: Sequence[str], lines: Sequence[Row]) -> tuple[list[str], list[Row]]:
@@ -204,74 +200,78 @@ def _p(p: float | None, corrected: float | None) -> str:
     return "-" if value is None else "< 0.0001" if value < 0.0001 else f"{value:.2g}"
 
 
-def _row(study: Study, variant: dict[str, Any], places: int) -> Row:
-    failed = [run for run in variant["failed"] if run.get("learning_rate") == variant.get("learning_rate")]
-    problem = "; ".join(f"seed {run['seed']} failed: {run['reason']}" for run in failed)
-    verdict, compared = _difference(study, variant, places)
+def _row(variant: VariantResult, places: int) -> Row:
+    failed = _failed(variant)
+    problem = "; ".join(f"seed {run.seed} failed: {run.reason}" for run in failed)
+    verdict, compared = _difference(variant, places)
     cells = (
-        variant["label"],
+        variant.label,
         _options(variant),
-        _parameters(study, variant),
-        short(variant["attention_flops_per_token"]),
-        f"{variant['cache_bytes_per_token']:,}",
-        _step(study, variant),
+        _parameters(variant),
+        short(variant.attention_flops_per_token),
+        f"{variant.cache_bytes_per_token:,}",
+        _step(variant),
         _quality(variant, places),
         compared,
-        _in_time(variant.get("at_time") or {}, places),
+        _in_time(variant.at_time, places),
         _more_seeds(variant),
     )
-    return Row(variant["label"], cells, verdict, problem)
+    return Row(variant.label, cells, verdict, problem)
 
 
-def _options(variant: dict[str, Any], but: str = "") -> str:
+def _options(variant: VariantResult, but: str = "") -> str:
     """Options and settings, without those that the text `but` names already."""
-    settings = variant.get("settings") or {}
-    texts = [f"{name}={show(value)}" for name, value in (variant["options"] | settings).items()]
+    texts = [f"{name}={setting_text(value)}" for name, value in (variant.options | variant.settings).items()]
     return ", ".join(text for text in texts if text not in but) or "-"
 
 
-def _parameters(study: Study, variant: dict[str, Any]) -> str:
-    relative = f" ({variant['parameters_relative']:+.2%})" if study.against(variant) is not None else ""
-    return f"{variant['parameters']:,}{relative}"
+def _parameters(variant: VariantResult) -> str:
+    relative = f" ({variant.parameters_relative:+.2%})" if variant.against is not None else ""
+    return f"{variant.parameters:,}{relative}"
 
 
-def _quality(variant: dict[str, Any], places: int) -> str:
-    bits = variant["bits_per_byte"]
-    failed = [run for run in variant["failed"] if run.get("learning_rate") == variant.get("learning_rate")]
-    if failed and not bits["n"]:
+def _failed(variant: VariantResult) -> list[FailedSeed]:
+    """The failed runs at the reported learning rate."""
+    return [run for run in variant.failed if run.learning_rate == variant.learning_rate]
+
+
+def _quality(variant: VariantResult, places: int) -> str:
+    bits = variant.bits_per_byte
+    failed = _failed(variant)
+    if failed and not bits.n:
         return "failed"
-    if bits["mean"] is None:
+    if bits.mean is None:
         return "no finished run"
-    spread = " (one seed)" if bits["sd"] is None else f" ± {bits['sd']:.{places}f}"
-    of = f", {bits['n']} of {bits['n'] + len(failed)} seeds" if failed else ""
-    return f"{bits['mean']:.{places}f}{spread}{of}"
+    spread = " (one seed)" if bits.sd is None else f" ± {bits.sd:.{places}f}"
+    of = f", {bits.n} of {bits.n + len(failed)} seeds" if failed else ""
+    return f"{bits.mean:.{places}f}{spread}{of}"
 
 
-def _difference(study: Study, variant: dict[str, Any], places: int) -> tuple[str, str]:
-    if study.against(variant) is None:
+def _difference(variant: VariantResult, places: int) -> tuple[str, str]:
+    if variant.against is None:
         return "reference", "reference"
-    row = variant["difference"]
-    if row is None or row["mean"] is None:
+    row = variant.difference
+    if row is None or row.mean is None:
         return "unknown", "not known"
-    if row["half_width"] is None:
-        return "unknown", f"{row['mean']:+.{places}f} (one seed: no interval)"
-    verdict = row["verdict"]
-    return verdict, f"{row['mean']:+.{places}f} ± {row['half_width']:.{places}f}, {WORDS[verdict]}"
+    if row.half_width is None:
+        return "unknown", f"{row.mean:+.{places}f} (one seed: no interval)"
+    verdict = row.verdict
+    return verdict, f"{row.mean:+.{places}f} ± {row.half_width:.{places}f}, {WORDS[verdict]}"
 
 
-def _step(study: Study, variant: dict[str, Any]) -> str:
-    timing = variant["step_time"]
+def _step(variant: VariantResult) -> str:
+    timing = variant.step_time
     if not timing:
         return "not measured"
-    ratio = variant.get("step_ratio")
-    times = f" ({ratio:.2f} x)" if ratio is not None and study.against(variant) is not None else ""
-    return seconds(timing["median"]) + times
+    ratio = variant.step_ratio
+    times = f" ({ratio:.2f} x)" if ratio is not None and variant.against is not None else ""
+    return duration(timing.median) + times
 
 
-def _places(variants: list[dict[str, Any]]) -> int:
+def _places(variants: Sequence[VariantResult]) -> int:
     """Digits that show two figures of the smallest spread or half width in the table: 3 to 5."""
-    sizes = [variant["bits_per_byte"]["sd"] for variant in variants]
-    sizes += [variant["difference"]["half_width"] for variant in variants if variant["difference"]]
+    sizes = [variant.bits_per_byte.sd for variant in variants]
+    sizes += [variant.difference.half_width for variant in variants if variant.difference]
     real = [size for size in sizes if size]
     return min(5, max(3, 1 - math.floor(math.log10(min(real))))) if real else 4
 
@@ -288,12 +288,12 @@ def short(number: float) -> str:
     return f"{number:.4g}"
 
 
-def seconds(value: float) -> str:
+def duration(value: float) -> str:
     """0.1524 -> '152 ms'."""
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
-def show(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """A config value as the command line writes it."""
     if value is None:
         return "none"

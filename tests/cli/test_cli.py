@@ -52,8 +52,8 @@ def test_nothing_of_the_table_is_cut_off_in_a_narrow_terminal(compared, width):
     from rich.console import Console
 
     from headloom.cli.compare import WIDE, _table
+    from headloom.records.reading import read_study
     from headloom.report import tables
-    from headloom.report.records import read_study
 
     study = read_study(compared[1])
     rows = tables.rows(study)

@@ -173,8 +173,8 @@ def test_every_knob_turns_or_is_refused(name, knob, published):
 def test_a_comparison_around_a_config(name, published, small, tmp_path):
     """From the config to the page's first lines: runs, records, manifest; and the same again makes no run anew."""
     from headloom.lab.compare import compare
+    from headloom.records.reading import read_study
     from headloom.report.facts import in_short
-    from headloom.report.records import read_study
 
     config = published(name, **{"n_inner" if name == "gpt2" else "intermediate_size": 150})
     given = {**small, "config": config, "seeds": 1, "batch_size": 32, "evaluations": 0, "out": tmp_path / "out"}

@@ -9,7 +9,7 @@ import pytest
 
 from headloom.core.errors import HeadloomError
 from headloom.core.machine import machine
-from headloom.lab.results.summary import rate_beyond
+from headloom.lab.results.runs import rate_beyond
 from headloom.lab.run.engines import inline
 from headloom.lab.run.progress import Progress
 from headloom.lab.run.status import study_status

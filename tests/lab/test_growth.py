@@ -4,15 +4,16 @@ import json
 
 import pytest
 import yaml
+from lab.manifests import hold
 
 from headloom.core.errors import HeadloomError
 from headloom.lab.plan import timing
-from headloom.lab.plan.places import ASIDE
 from headloom.lab.run import growth
 from headloom.lab.run.progress import Progress
 from headloom.lab.run.runner import Interrupted
 from headloom.lab.run.status import study_status
 from headloom.lab.study import Study
+from headloom.records.manifest import SET_ASIDE
 from headloom.records.runs import CONFIG, FAILURE, RunFailure
 
 TWO = ["mha", "iha:pseudo_heads=2"]
@@ -43,7 +44,7 @@ def study(text_file):
     def step_times(runs, data, tokenizer):
         measured.append(sorted(runs))
         found = {label: seconds[run.specs[0].mechanism] * speed[0] for label, run in runs.items()}
-        return {label: {"median": s, "low": s, "high": s, "repeats": 9} for label, s in found.items()}
+        return {label: {"median": s, "low": s, "high": s, "repeats": 9, "samples": []} for label, s in found.items()}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "step_times", step_times)
@@ -158,25 +159,18 @@ def test_learning_rates_are_added_to_a_grid(study, tmp_path):
     ],
 )
 def test_what_makes_every_run_another_is_refused_before_the_text_is_read(study, tmp_path, monkeypatch, values, part):
-    held = {"hash": "x", "command": "its command", "versions": growth_versions(), "resolved": {}}
     from headloom.lab.spec.resolve import resolve_study
 
-    (tmp_path / "study.json").write_text(json.dumps({**held, "spec": resolve_study(study()).model_dump(mode="json")}))
-    monkeypatch.setattr("headloom.data.load_corpus", lambda *_: pytest.fail("the text was read"))
-    with pytest.raises(HeadloomError, match=rf"holds another study \({part}.*choose another --out.*: its command"):
+    hold(tmp_path, "x", spec=resolve_study(study()).model_dump(mode="json"))
+    monkeypatch.setattr("headloom.data.corpus.load_corpus", lambda *_: pytest.fail("the text was read"))
+    with pytest.raises(HeadloomError, match=rf"holds another study \({part}.*choose another --out.*: its own command"):
         study(**values).run(tmp_path)
-
-
-def growth_versions():
-    from headloom.core.machine import versions
-
-    return versions()
 
 
 def test_another_text_is_refused_before_it_is_tokenised(study, tmp_path, monkeypatch):
     (tmp_path / "other.txt").write_text("\n".join(f"{i} other words in another text" for i in range(400)))
     run(study(), tmp_path / "s")
-    monkeypatch.setattr("headloom.data.prepare", lambda *_, **__: pytest.fail("it was tokenised"))
+    monkeypatch.setattr("headloom.data.packing.prepare", lambda *_, **__: pytest.fail("it was tokenised"))
     with pytest.raises(HeadloomError, match=r"another study \(data '[0-9a-f]{12}' there, '[0-9a-f]{12}' here\)"):
         study(data=str(tmp_path / "other.txt"), seeds=3).run(tmp_path / "s")
 
@@ -212,4 +206,4 @@ def test_two_runs_that_change_places(tmp_path):
         assert CONFIG.read(tmp_path / place) == config
         failure = FAILURE.read(tmp_path / place)
         assert (failure.name, failure.seed) == (config["name"], config["width"])
-    assert not list((tmp_path / ASIDE).iterdir())
+    assert not list((tmp_path / SET_ASIDE).iterdir())

@@ -4,7 +4,6 @@ import pytest
 from scipy import stats
 
 from headloom.lab.results.statistics import (
-    Difference,
     correct,
     decimals,
     holm,
@@ -15,6 +14,7 @@ from headloom.lab.results.statistics import (
     sentence,
     summary,
 )
+from headloom.records.results import Difference
 
 
 def test_spread_by_hand():

@@ -231,7 +231,7 @@ def trained(text_file, tmp_path_factory):
     def step_times(runs, data, tokenizer):
         measured.append(list(runs))
         return {
-            label: {"median": 0.02 if "iha" in label else 0.01, "low": 0.01, "high": 0.03, "repeats": 9}
+            label: {"median": 0.02 if "iha" in label else 0.01, "low": 0.01, "high": 0.03, "repeats": 9, "samples": []}
             for label in runs
         }
 

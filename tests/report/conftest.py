@@ -1,6 +1,6 @@
-"""Study folders made of invented numbers: as `headloom compare` wrote them first (format 1), and with everything that
-a study may record (format 2)."""
+"""Study folders made of invented numbers: a bare one, and one with everything that a study may record."""
 
+import dataclasses
 import json
 import math
 import random
@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from report.reading import HOSTILE
 
+from headloom.records.results import Difference
 from headloom.report.page import write_report
 
 RATES = (1e-3, 3e-3, 1e-2)
 REASON = "its loss is nan at step 17"
+NO_DIFFERENCE = dict.fromkeys([field.name for field in dataclasses.fields(Difference)])
 
 
 def _metrics(place, steps, rate, step_seconds, flops):
@@ -29,14 +31,17 @@ def _metrics(place, steps, rate, step_seconds, flops):
             "loss": floor + 3.5 * math.exp(-step / 25) + random.gauss(0, 0.05),
             "learning_rate": rate,
             "grad_norm": 1.0,
-        } | ({"flops": step * flops} if flops else {})
+            "flops": step * flops if flops else None,
+        }
         if flops and step % (steps // 4) == 0:
             point = {"kind": "curve", "step": step, "tokens": step * 512, "flops": step * flops}
             yield point | {
                 "seconds": step * step_seconds,
                 "bits_per_byte": 2.4 + 0.01 * place + 4 * math.exp(-step / 9),
+                "validation_loss": 1.6,
             }
-    yield {"kind": "eval", "step": steps, "tokens": steps * 512, "seconds": steps * step_seconds, "bits_per_byte": 2.4}
+    end = {"kind": "eval", "step": steps, "tokens": steps * 512, "flops": None, "seconds": steps * step_seconds}
+    yield {**end, "bits_per_byte": 2.4, "validation_loss": 1.6}
 
 
 def write_mixes(path, layers=4, heads=8, pseudo=2):
@@ -70,8 +75,9 @@ def write_study(
 ):
     """Write study.json, results.json and metrics; returns the results as written.
 
-    rates: the learning-rate grid of a format 2 study (its second is chosen, for the last variant its last); none:
-    format 1. mixes: labels whose runs leave mixes.npz. failed: (label, seed) of runs that failed.
+    rates: the learning-rate grid of a study with everything (its second is chosen, for the last variant its last);
+    none: a bare one, without a grid, evaluations along the way, and readings at equal time. mixes: labels
+    whose runs leave mixes.npz. failed: (label, seed) of runs that failed.
     """
     random.seed(0)
     new = bool(rates)
@@ -88,22 +94,27 @@ def write_study(
                 with open(folder / name / "metrics.jsonl", "w") as stream:
                     for record in _metrics(place, own_steps, rate, step_seconds, flops if new else None):
                         stream.write(json.dumps(record) + "\n")
-                run = {"variant": label, "seed": seed, "folder": name, "status": "finished"}
-                if new:
-                    run |= {"learning_rate": rate, "chosen": rate == best, "weights": "ab" * 32}
-                    run["mixes"] = label in mixes and rate == best
-                    if run["mixes"]:
-                        write_mixes(folder / name / "mixes.npz", layers)
+                run = {"variant": label, "seed": seed, "learning_rate": rate, "folder": name, "chosen": rate == best}
                 runs.append(run)
+                has_mixes = label in mixes and rate == best
+                if has_mixes:
+                    write_mixes(folder / name / "mixes.npz", layers)
                 if (label, seed) in failed and rate == best:
                     run |= {"status": "failed", "reason": REASON}
                     continue
                 bits = 2.4 + 0.01 * place * (-1) ** place + random.gauss(0, 0.004)
                 run |= {
+                    "status": "finished",
                     "bits_per_byte": bits,
                     "selection_bits_per_byte": bits + 0.02 if new else None,
                     "perplexity": 5.2,
                     "train_seconds": own_steps * step_seconds + random.random(),
+                    "tokens_per_second": 512 / step_seconds,
+                    "parameters": 853_120 + place,
+                    "weights": "ab" * 32,
+                    "step_time": step_seconds,
+                    "mixes": has_mixes,
+                    "pictures": False,
                 }
                 if rate == best:
                     values[str(seed)] = bits
@@ -112,17 +123,39 @@ def write_study(
             "label": label,
             "mechanism": label,
             "options": {"pseudo_heads": 2} if place == 2 else {},
+            "against": labels[0] if place else None,
+            "settings": {},
+            "shape": {
+                **{"num_layers": 4, "hidden_size": 128, "num_heads": 8, "head_dim": 16},
+                **{"intermediate_size": 344 - place, "tokens": 65, "batch_size": 8, "steps": own_steps},
+            },
             "intermediate_size": 344 - place,
             "parameters": 853_120 + place,
             "parameters_relative": place * 1e-4,
+            "training_flops_per_token_exact": flops / 512,
+            "training_flops_per_token_full": 1.2 * flops / 512,
+            "training_flops_exact": flops * own_steps,
+            "training_flops_full": 1.2 * flops * own_steps,
             "attention_flops_per_token": 1_234_567 * (1 + place),
             "cache_bytes_per_token": 4096,
-            "step_time": {"median": step_seconds, "low": 0.049, "high": 0.06, "repeats": 7},
+            "cache_constant_bytes": 0,
+            "cache_bytes": 4096 * 65,
+            "steps": own_steps,
+            "tokens_trained": own_steps * 512,
+            "matches": [],
+            "planned_seconds": None,
+            "step_time": {"median": step_seconds, "low": 0.049, "high": 0.06, "repeats": 7, "samples": []},
+            "learning_rate": best,
+            "grid": [],
+            "grid_added": 0,
+            "grid_edge": False,
+            "at_time": None,
             "step_ratio": 1.0 + place,
             "bits_per_byte": _spread(values),
             "difference": None
             if place == 0
             else {
+                **NO_DIFFERENCE,
                 "n": 3,
                 "mean": mean - 2.4,
                 "half_width": 0.008,
@@ -132,13 +165,15 @@ def write_study(
                 "p_holm": 0.03,
                 "verdict": ["same", "better", "worse", "same"][place % 4],
             },
-            "failed": [{"seed": seed, "reason": REASON} for name, seed in failed if name == label],
+            "failed": [
+                {"seed": seed, "learning_rate": best, "reason": REASON} for name, seed in failed if name == label
+            ],
         }
         if new:
-            variant |= _more(variant, place, best, rates, seeds, own_steps, labels[0], last)
+            variant |= _more(variant, place, best, rates, seeds, own_steps, last)
         variants.append(variant)
     results = {
-        "format": 2 if new else 1,
+        "format": 2,
         "hash": "abc123",
         "status": "failed" if failed else "complete",
         "reference": labels[0],
@@ -146,11 +181,17 @@ def write_study(
         "runs": runs,
         "headlines": [f"{label} is something against {labels[0]}." for label in labels[1:]],
         "notes": [f"{labels[-1]} runs with pseudo_heads=2."],
+        "condition": "at equal parameters",
+        "summary": "",
+        "time_summary": "",
+        "warnings": [],
+        "pairs": [],
         "quality_text": "bits per byte: counted somehow",
+        "curve_text": "",
         "config_differences": {"mechanism": {label: label for label in labels}},
         "common": {"hidden_size": 128, "steps": steps, "rope_scaling": None},
     }
-    study = _study(steps, title)
+    study = _study(steps, title, seeds, rates or (3e-3,))
     if new:
         results |= {
             "summary": f"{labels[1]} is better than {labels[0]}; the others are not distinguishable.",
@@ -160,7 +201,6 @@ def write_study(
             "curve_text": "bits per byte of a part: counted somehow",
         }
         study |= {
-            "format": 2,
             "kind": "study",
             "name": "equal_time",
             "title": f"Equal time on {title}",
@@ -169,28 +209,19 @@ def write_study(
             "command": "headloom study run studies/equal_time.yaml --size tiny",
             "timing": {variant["label"]: variant["step_time"] for variant in variants},
         }
-        study["spec"] |= {"seeds": list(seeds), "learning_rates": list(rates), "size": "tiny", "threads": 1}
         study["spec"]["budgets"] = [{"match": "time", "knobs": ["steps"], "tolerance": 0.02, "target": None}]
-        study["data"] |= {"tokens_fingerprint": "e" * 64, "selection_tokens": 50_000}
+        study["data"] |= {"selection_tokens": 50_000}
     (folder / "study.json").write_text(json.dumps(study))
     (folder / "results.json").write_text(json.dumps(results))
     return results
 
 
-def _more(variant, place, best, rates, seeds, steps, reference, last):
-    """What format 2 adds to a variant."""
+def _more(variant, place, best, rates, seeds, steps, last):
+    """What a variant has in a study with everything."""
     found = {
-        "against": reference if place else None,
-        "settings": {},
-        "shape": {"num_layers": 4, "hidden_size": 128, "num_heads": 8, "head_dim": 16, "steps": steps},
         "parameters": int(853_120 * 1.4**place),
         "cache_bytes": 4096 * 256 // (1 + place % 3) ** 2,
-        "steps": steps,
-        "tokens_trained": steps * 512,
-        "training_flops_exact": 1e9 * (1 + 0.3 * place) * steps,
-        "training_flops_full": 1.2e9 * (1 + 0.3 * place) * steps,
         "planned_seconds": steps * variant["step_time"]["median"],
-        "learning_rate": best,
         "grid": [
             {
                 "learning_rate": rate,
@@ -202,10 +233,11 @@ def _more(variant, place, best, rates, seeds, steps, reference, last):
             for rate in rates
         ],
         "grid_edge": last,
-        "failed": [{**run, "learning_rate": best} for run in variant["failed"]],
     }
     found["at_time"] = {"seconds": 6.0, "step": 60.0, "share": 0.5, "bits_per_byte": _spread({"0": 2.5 + 0.01 * place})}
-    found["at_time"]["difference"] = {"mean": 0.1, "half_width": 0.25, "verdict": "same"} if place else None
+    found["at_time"]["difference"] = (
+        {**NO_DIFFERENCE, "n": 1, "mean": 0.1, "half_width": 0.25, "verdict": "same"} if place else None
+    )
     if variant["difference"]:
         low, high = variant["difference"]["low"] + 0.002, variant["difference"]["high"] - 0.002
         found["difference"] = variant["difference"] | {"bootstrap_low": low, "bootstrap_high": high, "effect": 2.5}
@@ -213,20 +245,41 @@ def _more(variant, place, best, rates, seeds, steps, reference, last):
     return found
 
 
-def _study(steps, title):
+def _study(steps, title, seeds, rates):
+    spec = {"size": "tiny", "seeds": list(seeds), "learning_rates": list(rates), "budgets": [], "threads": 1}
     return {
-        "format": 1,
+        "format": 3,
+        "kind": "compare",
+        "name": "headloom-compare",
+        "title": "headloom-compare",
+        "question": "",
         "hash": "abc123",
-        "spec": {"steps": steps},
+        "spec": {**spec, "steps": steps},
+        "resolved": {
+            "spec": spec,
+            "data": {"corpus": "f" * 64, "tokens": "e" * 64, "selection": None},
+            "configs": {},
+            "versions": {},
+        },
+        "engine": "local",
+        "timing": {},
+        "frozen": {},
+        "time_matches": {},
+        "measured": {},
         "data": {
             "title": title,
             "fingerprint": "f" * 64,
+            "tokens_fingerprint": "e" * 64,
+            "selection_tokens": None,
             "train_documents": 900,
             "validation_documents": 100,
             "train_tokens": 1_000_000,
             "validation_tokens": 100_000,
         },
-        "machine": {"processor": "Invented CPU", "cores": 2, "memory_gib": 8.0, "system": "Linux"},
+        "machine": {
+            **{"processor": "Invented CPU", "architecture": "invented", "cores": 2, "memory_gib": 8.0},
+            "system": "Linux",
+        },
         "versions": {"headloom": "0.1.0", "torch": "2.13.0"},
         "command": "headloom compare --steps 120",
         "training_text": "120 steps of 8 x 256 tokens",

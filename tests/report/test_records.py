@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from headloom.report.curves import Point, mean_curve, read_curve, smooth, stretch_width
+from headloom.records.reading import read_study
+from headloom.report.curves import Point, mean_curve, smooth, stretch_width, training_curve
 from headloom.report.figures import all_sections
-from headloom.report.records import read_study
-from headloom.report.tables import rows, seconds, short
+from headloom.report.tables import duration, rows, short
 
 
 def test_a_stretch_is_the_mean_of_its_steps_at_its_last_step():
@@ -31,13 +31,15 @@ def test_only_whole_finite_training_lines_are_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [
         {"kind": "train", "step": 1, "seconds": 0.5, "loss": 2.0},
-        {"kind": "eval", "step": 1, "seconds": 0.5, "loss": 9.0},
+        {"kind": "eval", "step": 1, "seconds": 0.5, "bits_per_byte": 9.0},
         {"kind": "train", "step": 2, "seconds": 1.0, "loss": float("nan")},
         {"kind": "train", "step": 3, "seconds": 1.5, "loss": 1.0},
     ]
+    rest = {"train": {"learning_rate": 1.0, "grad_norm": 1.0}, "eval": {"validation_loss": 1.0}}
+    lines = [{**line, "tokens": 7, "flops": None, **rest[line["kind"]]} for line in lines]
     path.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"kind": "train", "st')
-    assert read_curve(path) == [Point(1, 0.5, 2.0), Point(3, 1.5, 1.0)]
-    assert read_curve(tmp_path / "absent.jsonl") == []
+    assert training_curve(tmp_path) == [Point(1, 0.5, 2.0, 7), Point(3, 1.5, 1.0, 7)]
+    assert training_curve(tmp_path / "absent") == []
 
 
 def test_every_variant_keeps_its_colour_in_every_figure(study_folder):
@@ -56,7 +58,7 @@ def test_every_variant_keeps_its_colour_in_every_figure(study_folder):
 
 def test_a_failed_run_is_told_in_the_table_and_left_out_of_the_mean(study_folder):
     results = json.loads((study_folder / "results.json").read_text())
-    results["variants"][1]["failed"] = [{"seed": 2, "reason": "its loss is nan"}]
+    results["variants"][1]["failed"] = [{"seed": 2, "learning_rate": 3e-3, "reason": "its loss is nan"}]
     results["variants"][1]["bits_per_byte"]["n"] = 2
     (study_folder / "results.json").write_text(json.dumps(results))
     row = rows(read_study(study_folder))[1]
@@ -92,4 +94,4 @@ def test_short_numbers(number, text):
 
 @pytest.mark.parametrize(("value", "text"), [(0.1524, "152 ms"), (0.00731, "7.31 ms"), (1.2345, "1.23 s")])
 def test_short_times(value, text):
-    assert seconds(value) == text
+    assert duration(value) == text

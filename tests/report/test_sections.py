@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
+from headloom.records.reading import read_study
 from headloom.report import mixes
 from headloom.report.figures import all_sections, difference
 from headloom.report.front import front, on_front
 from headloom.report.held_out import held_out
 from headloom.report.loss import loss
 from headloom.report.rates import learning_rates
-from headloom.report.records import read_study
 from headloom.report.sweep import sweep
 
 RATES = (1e-3, 3e-3, 1e-2)
@@ -126,7 +126,7 @@ def test_times_that_overlap_and_qualities_that_do_not_decide_by_their_intervals(
         return {
             "variant": variant,
             "other": other,
-            "bits": dict(zip(("low", "mean", "high"), bits, strict=True)),
+            "bits": {"n": 3, **dict(zip(("low", "mean", "high"), bits, strict=True))},
             "time": dict(zip(("low", "ratio", "high"), time, strict=True)),
         }
 
@@ -162,17 +162,17 @@ def test_at_equal_time_the_best_alone_is_on_the_front(whole_folder):
 def test_quality_along_an_axis_that_is_swept(whole_folder):
     def edit(results):
         for place, variant in enumerate(results["variants"]):
-            variant["settings"] = {"heads": 4**place, "norm": True, "batch_size": 8 if place else 4}
+            variant["settings"] = {"heads": 4**place, "batch_size": 8 if place else 4}
             variant["mechanism"], variant["options"] = ("mha", {"heads": 4**place}) if place < 2 else ("iha", {"P": 2})
 
     study = change(whole_folder, edit)
     section = sweep(study)
     assert [panel.tab for panel in section.panels] == ["heads"]  # two batch sizes are no line
     drawn = [(row["series"], row["value"], row["mean"]) for row in section.rows]
-    means = [variant["bits_per_byte"]["mean"] for variant in study.results["variants"]]
+    means = [variant.bits_per_byte.mean for variant in study.variants]
     assert drawn == [("mha", 1, means[0]), ("mha", 4, means[1]), ("iha:P=2", 16, means[2])]
     assert section.panels[0].spec["layer"][0]["encoding"]["x"]["scale"]["type"] == "log"
-    assert sweep(change(whole_folder, lambda results: results["variants"][0].pop("settings"))) is None
+    assert sweep(change(whole_folder, lambda results: results["variants"][0].update(settings={}))) is None
 
 
 def test_a_cost_in_which_all_are_equal_has_no_front(study_folder):
@@ -217,8 +217,8 @@ def test_held_out_quality_leads_and_is_drawn_against_what_the_runs_counted(whole
 
 def test_only_the_chosen_runs_are_drawn(whole_folder):
     study = read_study(whole_folder)
-    assert len(study.results["runs"]) == 27
-    assert {run["learning_rate"] for run in study.chosen if run["variant"] == "mha"} == {3e-3}
+    assert len(study.results.runs) == 27
+    assert {run.learning_rate for run in study.chosen if run.variant == "mha"} == {3e-3}
     assert len(front(study).rows) == len(study.chosen) == 9
 
 
@@ -257,11 +257,11 @@ def test_seeds_are_paired_with_the_variant_they_are_compared_with(whole_folder):
 
 def test_a_map_is_the_weight_by_its_first_axis(tmp_path, whole_folder):
     study = read_study(whole_folder)
-    run = next(run for run in study.finished if run["mixes"])
+    run = next(run for run in study.finished if run.mixes)
     weight = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     saved = {"model.layers.10.self_attn.q_mix.weight": weight, "model.layers.2.self_attn.q_mix.weight": weight[0]}
     saved["model.layers.3.self_attn.q_mix.weight"] = np.array([[np.nan]])
-    np.savez(study.folder / run["folder"] / "mixes.npz", **saved)
+    np.savez(study.folder / run.folder / "mixes.npz", **saved)
     maps = mixes.read_maps(study, run)
     assert [(m.layer, m.name, m.shape) for m in maps] == [(2, "q_mix", (3, 4)), (10, "q_mix", (2, 3, 4))]
     assert maps[1].weight[1].tolist() == list(range(12, 24))
@@ -276,16 +276,14 @@ def test_a_map_is_the_weight_by_its_first_axis(tmp_path, whole_folder):
 def test_pictures_are_labelled_and_show_the_change_from_the_start(whole_folder):
     def edit(results):
         for run in results["runs"]:
-            run["pictures"] = run["variant"] == "mha" and run.get("chosen", True)
+            run["pictures"] = run["variant"] == "mha" and run["chosen"]
 
     study = change(whole_folder, edit)
-    run = next(run for run in study.finished if run["pictures"])
+    run = next(run for run in study.finished if run.pictures)
     key = "model.layers.3.self_attn.head_q.0.weight"
     saved = {"start": [[1.0, 0.0], [0.0, 1.0]], "end": [[1.5, 0.0], [-0.25, 1.0]], "rows": ["0", "1"]}
     saved |= {"columns": ["0.0", "0.1"], "axes": ["to simulated head", "from head.tap"]}
-    np.savez(
-        study.folder / run["folder"] / "pictures.npz", **{f"{key}/{part}": np.array(v) for part, v in saved.items()}
-    )
+    np.savez(study.folder / run.folder / "pictures.npz", **{f"{key}/{part}": np.array(v) for part, v in saved.items()})
     section = mixes.mixes(study)
     assert [panel.tab for panel in section.panels] == ["mha", "mha: change", "iha"]  # iha has the old kind of file
     after, changed = (section.datasets[f"mixes-{n}-0"][0] for n in (1, 2))
@@ -324,8 +322,8 @@ def test_maps_of_few_layers_share_a_row(layers, names, columns):
 def test_a_mix_too_large_to_draw_is_left_to_its_file(whole_folder):
     study = read_study(whole_folder)
     for run in study.finished:
-        if run["mixes"]:
-            np.savez(study.folder / run["folder"] / "mixes.npz", **{"layers.0.mix.weight": np.ones((200, 200))})
+        if run.mixes:
+            np.savez(study.folder / run.folder / "mixes.npz", **{"layers.0.mix.weight": np.ones((200, 200))})
     section = mixes.mixes(study)
     assert section.panels == ()
     assert section.notes == ("iha: 0 of 1 maps are drawn (layers none); all are in runs/v2-lr0.01-seed0/mixes.npz.",)

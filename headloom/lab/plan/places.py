@@ -5,11 +5,7 @@ from __future__ import annotations
 import re
 
 from headloom.lab.spec.resolved import StudySpec
-
-STUDY = "study.json"
-RUNS = "runs"
-ASIDE = "set_aside"
-"""Where runs go whose place another run takes: they may be asked for again."""
+from headloom.records.manifest import RUNS
 
 
 def slug(label: str) -> str:

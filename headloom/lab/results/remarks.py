@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from headloom.lab.plan.places import ASIDE, RUNS
 from headloom.lab.spec.resolved import StudySpec
+from headloom.records.manifest import RUNS, SET_ASIDE
+from headloom.records.results import StepTime, StudyRun
+from headloom.records.runs import RESULT
 
 
 def remarks(
     spec: StudySpec,
     folder: Path,
-    runs: Sequence[Mapping[str, Any]],
-    timing: Mapping[str, Mapping[str, Any]],
+    runs: Sequence[StudyRun],
+    timing: Mapping[str, StepTime],
     *,
     curves: Sequence[str],
     ends: Sequence[str],
@@ -35,19 +36,19 @@ def _part(spec: StudySpec, curves: Sequence[str], ends: Sequence[str]) -> list[s
     ]
 
 
-def _timing(timing: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _timing(timing: Mapping[str, StepTime]) -> list[str]:
     """What joined later was not measured with the others."""
     return [
-        f"{label} joined the study later: its step time was measured then, in turns with {times['beside']}, and is "
-        f"given in {times['beside']}'s step time from before."
+        f"{label} joined the study later: its step time was measured then, in turns with {times.beside}, and is "
+        f"given in {times.beside}'s step time from before."
         for label, times in timing.items()
-        if "beside" in times
+        if times.beside is not None
     ]
 
 
-def _kept(folder: Path, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    used = {run["folder"] for run in runs}
-    results = [path for place in (RUNS, ASIDE) for path in sorted((folder / place).glob("*/result.json"))]
+def _kept(folder: Path, runs: Sequence[StudyRun]) -> list[str]:
+    used = {run.folder for run in runs}
+    results = [path for place in (RUNS, SET_ASIDE) for path in sorted((folder / place).glob(f"*/{RESULT.name}"))]
     found = [place for path in results if (place := str(path.parent.relative_to(folder))) not in used]
     if not found:
         return []
@@ -58,8 +59,8 @@ def _kept(folder: Path, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _failures(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    failed = [run for run in runs if run["status"] == "failed"]
+def _failures(runs: Sequence[StudyRun]) -> list[str]:
+    failed = [run for run in runs if run.status == "failed"]
     if not failed:
         return []
     return [f"{len(failed)} of {len(runs)} runs failed; a difference is taken over the seeds that finished in both."]

@@ -24,8 +24,9 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from headloom.records.results import Difference, Quality, Spread, Verdict
 
 LEVEL = 0.95
 ALPHA = 0.05
@@ -35,50 +36,16 @@ POWER = 0.8
 MOST_PAIRS = 1000  # beyond it the estimate says no more than that it is beyond
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean and standard deviation (None with fewer than two values) over n seeds."""
-
-    n: int
-    mean: float | None
-    sd: float | None
-
-    def to_dict(self) -> dict[str, float | int | None]:
-        """As JSON values."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A paired difference, variant minus reference: below zero is better where less is better.
-
-    `sd` is the differences' own; `half_width`, `low`, `high` bound the 95 % t interval: None with fewer than two
-    pairs, as `p` is. `p_holm`, `verdict` and `more_seeds` (0: settled) are filled by `correct`.
-    """
-
-    n: int
-    mean: float | None
-    half_width: float | None = None
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
-    p_holm: float | None = None
-    verdict: str = "unknown"
-    bootstrap_low: float | None = None
-    bootstrap_high: float | None = None
-    effect: float | None = None
-    sd: float | None = None
-    more_seeds: int | None = None
-
-    def to_dict(self) -> dict[str, float | int | str | None]:
-        """As JSON values."""
-        return asdict(self)
-
-
 def mean_and_sd(values: Sequence[float]) -> Spread:
     """Mean and sample standard deviation."""
     n = len(values)
     return Spread(n, statistics.fmean(values) if n else None, statistics.stdev(values) if n > 1 else None)
+
+
+def quality(values: Mapping[int, float]) -> Quality:
+    """The spread of values by seed, with the values."""
+    found = mean_and_sd(list(values.values()))
+    return Quality(found.n, found.mean, found.sd, dict(values))
 
 
 def paired_difference(variant: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
@@ -158,7 +125,7 @@ def correct(differences: Sequence[Difference]) -> list[Difference]:
         if index not in corrected:
             done.append(difference)
             continue
-        verdict = "same"
+        verdict: Verdict = "same"
         if corrected[index] < ALPHA and difference.mean:
             verdict = "better" if difference.mean < 0 else "worse"
         more = None

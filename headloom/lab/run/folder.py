@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from headloom.core.errors import HeadloomError
-from headloom.core.files import read_json
 from headloom.core.locks import LOCK
-from headloom.lab.plan.places import RUNS, STUDY
 from headloom.lab.run.growth import differing_runs
+from headloom.records.manifest import RUNS, STUDY, STUDY_YAML, Manifest
 
 DEFAULT_NAME = "headloom-compare"
 
@@ -26,11 +25,11 @@ def open_study_folder(
     """
     if out is not None:
         folder = Path(out)
-        refuse_other(folder, lambda held: {} if held.get("hash") == study_hash else differing_runs(held, resolved))
+        refuse_other(folder, lambda held: {} if held.hash == study_hash else differing_runs(held, resolved))
     else:
         number = 1
         folder = Path(default)
-        while _what_else(folder) or (read_json(folder / STUDY) or {"hash": study_hash}).get("hash") != study_hash:
+        while _what_else(folder) or ((held := STUDY.read_if_there(folder)) and held.hash != study_hash):
             number += 1
             folder = Path(f"{default}-{number}")
     try:
@@ -40,20 +39,20 @@ def open_study_folder(
     return folder
 
 
-def refuse_other(folder: Path, differing: Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]) -> None:
+def refuse_other(folder: Path, differing: Callable[[Manifest], Mapping[str, Mapping[str, Any]]]) -> None:
     """Refuse a folder that holds something else, or a study none of whose runs can be used again.
 
     Args:
-        differing: what a held study (its study.json) differs in from the one that is to be run: key -> {"there": value,
+        differing: what a held study (its manifest) differs in from the one that is to be run: key -> {"there": value,
             "here": value}; empty where they have runs in common.
     """
     if complaint := _what_else(folder):
         raise HeadloomError(complaint)
-    held = read_json(folder / STUDY)
+    held = STUDY.read_if_there(folder)
     if held is not None and (found := differing(held)):
         raise HeadloomError(
             f"'{folder}' holds another study ({_said(found)}), and none of its runs can be used again: choose another "
-            f"--out, delete the folder, or repeat its own command: {held.get('command')}"
+            f"--out, delete the folder, or repeat its own command: {held.command}"
         )
 
 
@@ -63,11 +62,9 @@ def _what_else(folder: Path) -> str:
         return ""
     if not folder.is_dir():
         return f"--out '{folder}' is a file: choose a new folder"
-    if read_json(folder / STUDY) is not None:
+    if STUDY.is_in(folder):
         return ""
-    if any(entry.name not in (LOCK, RUNS, "study.yaml") for entry in folder.iterdir()) or any(
-        (folder / RUNS).glob("*")
-    ):
+    if any(entry.name not in (LOCK, RUNS, STUDY_YAML) for entry in folder.iterdir()) or any((folder / RUNS).glob("*")):
         return f"'{folder}' is not empty and holds no study: choose a new folder for --out"
     return ""
 

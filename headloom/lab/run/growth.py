@@ -13,8 +13,8 @@ from typing import Any
 
 from headloom.core.machine import versions
 from headloom.lab.plan.fairness import differences
-from headloom.lab.plan.places import ASIDE, RUNS
 from headloom.lab.spec.resolved import StudySpec, identity
+from headloom.records.manifest import RUNS, SET_ASIDE, Manifest
 from headloom.records.runs import CONFIG, FAILURE, RESULT
 
 # what may differ between two studies that have runs in common; everything else is in every run's configuration
@@ -23,13 +23,13 @@ _FREE |= {"learning_rates", "extend_grid", "data", "text_column", "config", "ste
 _OF_ONE_RUN = ("seed", "learning_rate")
 
 
-def differing_specs(held: Mapping[str, Any], spec: StudySpec) -> dict[str, dict[str, Any]]:
+def differing_specs(held: Manifest, spec: StudySpec) -> dict[str, dict[str, Any]]:
     """Why no run of a study (its manifest) can be one of `spec`: key -> {"there": value, "here": value}. Empty where
     the specifications alone do not exclude it. No data is needed."""
-    there, here = dict(held.get("spec") or {}), spec.model_dump(mode="json")
+    there, here = held.spec, spec.model_dump(mode="json")
     fixed = [
         {key: value for key, value in spec.items() if key not in _FREE} | {"versions": packages}
-        for spec, packages in ((there, held.get("versions")), (here, versions()))
+        for spec, packages in ((there, held.versions), (here, versions()))
     ]
     found = _between(*fixed)
     if found:
@@ -43,16 +43,15 @@ def differing_specs(held: Mapping[str, Any], spec: StudySpec) -> dict[str, dict[
     return {}
 
 
-def differing_runs(held: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def differing_runs(held: Manifest, resolved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The same of two studies with their data read (`Plan.resolved`): empty where they have runs in common."""
-    before = held.get("resolved") or {}
     mine, theirs = (
-        {identity(_without_run(config)) for config in (study.get("configs") or {}).values()}
-        for study in (resolved, before)
+        {identity(_without_run(config)) for config in configs.values()}
+        for configs in (resolved["configs"], held.resolved.configs)
     )
     if mine & theirs:
         return {}
-    found = _between(before.get("configs") or {}, resolved["configs"])
+    found = _between(held.resolved.configs, resolved["configs"])
     return {key: values for key, values in found.items() if key.partition(".")[2] not in _OF_ONE_RUN}
 
 
@@ -88,7 +87,7 @@ def arrange(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> bool:
     """
     held = {
         config.parent: _contents(CONFIG.read(config.parent))
-        for place in (RUNS, ASIDE)
+        for place in (RUNS, SET_ASIDE)
         for config in sorted((folder / place).glob(f"*/{CONFIG.name}"))
     }
     asked = {folder / place: config for place, config in wanted.items()}
@@ -115,11 +114,11 @@ def _contents(config: Mapping[str, Any] | None) -> str | None:
 
 
 def _set_aside(folder: Path, here: Path, contents: str | None) -> Path:
-    (folder / ASIDE).mkdir(exist_ok=True)
-    found, number = folder / ASIDE / f"{here.name}-{contents or 'unfinished'}", 1
+    (folder / SET_ASIDE).mkdir(exist_ok=True)
+    found, number = folder / SET_ASIDE / f"{here.name}-{contents or 'unfinished'}", 1
     while found.exists():
         number += 1
-        found = folder / ASIDE / f"{here.name}-{contents or 'unfinished'}-{number}"
+        found = folder / SET_ASIDE / f"{here.name}-{contents or 'unfinished'}-{number}"
     here.rename(found)
     return found
 

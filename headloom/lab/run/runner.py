@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headloom.core.files import read_json, saying_when_full, write_json, write_text
+from headloom.core.files import saying_when_full, write_text
 from headloom.core.locks import locked
 from headloom.core.machine import machine
 from headloom.lab.plan.budget import Match
@@ -28,14 +28,23 @@ from headloom.lab.plan.places import folder_of
 from headloom.lab.plan.plan import Plan
 from headloom.lab.plan.timing import Measured, match_time
 from headloom.lab.results.comparison import Comparison
-from headloom.lab.results.summary import is_beyond, read_runs, run_state, summarise, write_results
+from headloom.lab.results.runs import RunReader, is_beyond
+from headloom.lab.results.summary import summarise
 from headloom.lab.run.engines import Engine, Listener, open_engine
 from headloom.lab.run.growth import arrange, timing_key
 from headloom.lab.run.progress import Progress
 from headloom.lab.run.work import Bundle, Job, foreign
 from headloom.lab.spec.resolved import Shape, StudySpec
 from headloom.lab.spec.study import WrittenStudy
+from headloom.records.manifest import STUDY, STUDY_YAML, Manifest, MeasuredVariant, ResolvedStudy, StudyData
+from headloom.records.results import BudgetMet, ModelShape, Results, StepTime, write_results
 from headloom.records.runs import CONFIG, FAILURE, RunFailure
+from headloom.records.surroundings import Machine
+
+TIMING_TEXT = (
+    "the median of interleaved repetitions of every variant's whole training step (forward, backward, clipping, "
+    "AdamW), measured once, before the runs"
+)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -60,7 +69,8 @@ class Runner(Listener):
         self.plan, self.folder, self.hash, self.resolved = plan, folder, study_hash, resolved
         self.study, self.command, self.notes = study, command, notes
         self.progress, self.report = progress, report
-        self.timing: dict[str, dict[str, Any]] = {}
+        self.timing: dict[str, StepTime] = {}
+        self._reader = RunReader(plan.spec, folder)
         self._numbers: dict[str, int] = {}
 
     @property
@@ -83,9 +93,9 @@ class Runner(Listener):
             return self._run(engine)
 
     def _run(self, engine: Engine) -> Comparison:
-        before = read_json(self.folder / "study.json") or {}
-        self._held = before.get("hash")
-        self._started = before.get("started") or _now()
+        before = STUDY.read_if_there(self.folder)
+        self._held = before and before.hash
+        self._started = before.started if before else _now()
         try:
             self._match_time(engine, before)
             self._runs(engine)
@@ -96,40 +106,40 @@ class Runner(Listener):
             raise Interrupted(self._how_to_go_on()) from None
         return self._finish()
 
-    def _match_time(self, engine: Engine, before: Mapping[str, Any]) -> None:
+    def _match_time(self, engine: Engine, before: Manifest | None) -> None:
         """Take step times and shapes from the manifest as far as they are there, measure the rest, and write it all."""
-        spec, kept = self.spec, dict(before.get("measured") or {})
+        spec, kept = self.spec, dict(before.measured) if before else {}
         keys = {v.label: timing_key(spec, self.resolved["configs"], v.label) for v in spec.variants}
         known = Measured(
-            {label: kept[key]["timing"] for label, key in keys.items() if key in kept},
-            {label: Shape(**kept[key]["shape"]) for label, key in keys.items() if key in kept},
+            {label: kept[key].timing.to_dict() for label, key in keys.items() if key in kept},
+            {label: Shape(**kept[key].shape.to_dict()) for label, key in keys.items() if key in kept},
             {
-                label: Match.from_dict(kept[key]["match"])
+                label: Match(met.match, met.knobs, met.target, met.count)
                 for label, key in keys.items()
-                if kept.get(key, {}).get("match")
+                if key in kept and (met := kept[key].match) is not None
             },
         )
-        if not before:
+        if before is None:
             self._write_manifest(Measured(), {})
         if len(known.timing) < len(keys):
             self.progress.stage("measuring step times")
         found = match_time(spec, self.plan.shapes, lambda shapes: self._measure(engine, shapes), known)
         self._time_matched(found)
-        if before.get("hash") != self.hash or len(known.timing) < len(keys):
+        if self._held != self.hash or len(known.timing) < len(keys):
             for label, key in keys.items():
                 match = found.matches.get(label)
-                kept[key] = {
-                    "timing": found.timing[label],
-                    "shape": found.shapes[label].model_dump(),
-                    "match": match.to_dict() if match else None,
-                }
+                kept[key] = MeasuredVariant(
+                    timing=self.timing[label],
+                    shape=_shape(found.shapes[label]),
+                    match=_met(match) if match else None,
+                )
             self._write_manifest(found, kept)
 
     def _time_matched(self, found: Measured) -> None:
         matches = dict(self.plan.matches)
         for label, match in found.matches.items():
             matches[label] = (*matches[label], match)
-        self.timing = dict(found.timing)
+        self.timing = {label: StepTime.model_validate(times) for label, times in found.timing.items()}
         self.plan = self.plan.with_shapes(found.shapes, matches)
         self._costs, self._configs = self.plan.costs(), self.plan.configs
 
@@ -170,10 +180,11 @@ class Runner(Listener):
     def _keys(self) -> list[tuple[str, int, float]]:
         """The runs as far as they are decided on, those that are there each in its place."""
         while True:
-            keys = [(run["variant"], run["seed"], run["learning_rate"]) for run in read_runs(self.spec, self.folder)]
+            keys = [(run.variant, run.seed, run.learning_rate) for run, _ in self._reader.all()]
             wanted = {folder_of(self.spec, *key): self.plan.run(*key).to_dict() for key in keys}
-            if not arrange(self.folder, wanted):  # what is in its place now may decide on others
+            if not arrange(self.folder, wanted):
                 return keys
+            self._reader.forget()  # what is in its place now may decide on others
 
     def _announce(self, keys: Sequence[tuple[str, int, float]], waiting: Sequence[Job]) -> None:
         spec, known = self.spec, {(label, seed) for label, seed, _ in keys}
@@ -204,7 +215,7 @@ class Runner(Listener):
 
     def _is_finished(self, label: str, seed: int, rate: float) -> bool:
         """Whether a run's result is there and belongs to this very configuration."""
-        if run_state(self.spec, self.folder, label, seed, rate)["status"] != "finished":
+        if self._reader.read(label, seed, rate).status != "finished":
             return False
         place = self.folder / folder_of(self.spec, label, seed, rate)
         return CONFIG.read_if_there(place) == self.plan.run(label, seed, rate).to_dict()
@@ -245,10 +256,11 @@ class Runner(Listener):
 
     # what is written
 
-    def _results(self) -> dict[str, Any]:
+    def _results(self) -> Results:
         return summarise(
             self.spec,
             self.folder,
+            self._reader,
             study_hash=self.hash,
             planned=self._costs,
             configs=self._configs,
@@ -269,56 +281,62 @@ class Runner(Listener):
         return Comparison(self.folder, results, write_report(self.folder))
 
     def _how_to_go_on(self) -> str:
-        runs = self._results()["runs"]
-        done = sum(run["status"] == "finished" for run in runs)
+        runs = self._results().runs
+        done = sum(run.status == "finished" for run in runs)
         return f"stopped: {done} of {len(runs)} runs are finished and kept; to go on: {self._again()}"
 
     def _again(self) -> str:
         return f"{self.command} --out {shlex.quote(str(self.folder))}"
 
-    def _write_manifest(self, found: Measured, kept: Mapping[str, Any]) -> None:
+    def _write_manifest(self, found: Measured, kept: Mapping[str, MeasuredVariant]) -> None:
         """study.yaml and study.json: what was asked for last. `kept`: all that was ever measured in this folder, for a
         variant that comes back."""
         spec, plan = self.spec, self.plan
         data = plan.data
-        record = {
-            "format": 2,
-            "kind": spec.kind,
-            "name": spec.name,
-            "title": spec.title,
-            "question": spec.question,
-            "hash": self.hash,
-            "spec": {**spec.model_dump(mode="json"), "steps": spec.steps},
-            "resolved": self.resolved,
-            "data": {
-                "title": plan.corpus.title,
-                "fingerprint": plan.corpus.fingerprint,
-                "tokens_fingerprint": data.fingerprint,
-                "train_documents": data.train.documents,
-                "validation_documents": data.validation.documents,
-                "train_tokens": len(data.train.ids),
-                "validation_tokens": len(data.validation.ids),
-                "selection_tokens": None if plan.selection is None else len(plan.selection.ids),
-            },
-            "versions": self.resolved["versions"],
-            "machine": {**machine(), "threads": spec.threads},
-            "engine": self.study.engine.name,
-            "command": self.command,
-            "training_text": training_text(plan),
-            "timing_text": (
-                "the median of interleaved repetitions of every variant's whole training step (forward, backward, "
-                "clipping, AdamW), measured once, before the runs"
+        record = Manifest(
+            kind=spec.kind,
+            name=spec.name,
+            title=spec.title,
+            question=spec.question,
+            hash=self.hash,
+            spec={**spec.model_dump(mode="json"), "steps": spec.steps},
+            resolved=ResolvedStudy.model_validate(self.resolved),
+            data=StudyData(
+                title=plan.corpus.title,
+                fingerprint=plan.corpus.fingerprint,
+                tokens_fingerprint=data.fingerprint,
+                train_documents=data.train.documents,
+                validation_documents=data.validation.documents,
+                train_tokens=len(data.train.ids),
+                validation_tokens=len(data.validation.ids),
+                selection_tokens=None if plan.selection is None else len(plan.selection.ids),
             ),
-            "timing": dict(found.timing),
-            "frozen": {label: shape.model_dump() for label, shape in found.shapes.items()},
-            "time_matches": {label: match.to_dict() for label, match in found.matches.items()},
-            "measured": dict(kept),
-            "started": self._started,
-        }
+            versions=self.resolved["versions"],
+            machine=Machine.model_validate({**machine(), "threads": spec.threads}),
+            engine=self.study.engine.name,
+            command=self.command,
+            training_text=training_text(plan),
+            timing_text=TIMING_TEXT,
+            timing=self.timing,
+            frozen={label: _shape(shape) for label, shape in found.shapes.items()},
+            time_matches={label: _met(match) for label, match in found.matches.items()},
+            measured=dict(kept),
+            started=self._started,
+        )
         if self._held != self.hash:
-            write_text(self.folder / "study.yaml", self.study.to_yaml())
-        write_json(self.folder / "study.json", record)
+            write_text(self.folder / STUDY_YAML, self.study.to_yaml())
+        STUDY.write(self.folder, record)
         self._held = self.hash
+
+
+def _shape(shape: Shape) -> ModelShape:
+    return ModelShape(**shape.model_dump())
+
+
+def _met(match: Match) -> BudgetMet:
+    return BudgetMet(
+        match=match.match, knobs=match.knobs, target=match.target, count=match.count, relative=match.relative
+    )
 
 
 def training_text(plan: Plan) -> str:

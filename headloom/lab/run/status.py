@@ -7,34 +7,40 @@ from pathlib import Path
 from typing import Any
 
 from headloom.core.errors import HeadloomError, near
-from headloom.core.files import read_json
 from headloom.core.locks import is_locked
 from headloom.lab.plan.fairness import differences
-from headloom.lab.results.summary import is_beyond, read_runs
+from headloom.lab.results.runs import RunReader, is_beyond
 from headloom.lab.spec.resolve import resolve_study
 from headloom.lab.spec.resolved import StudySpec
 from headloom.lab.spec.study import WrittenStudy
+from headloom.records.files import checked
+from headloom.records.manifest import STUDY, Manifest
 
 
 def study_status(folder: Path) -> dict[str, Any]:
     """Counts of runs by state, the failures, whether a process is at it, and the command that goes on with it."""
-    study = _manifest(folder)
-    spec = _spec(study)
-    runs = read_runs(spec, folder)
+    study = STUDY.read(folder)
+    spec = _spec(study, folder)
+    runs = [run for run, _ in RunReader(spec, folder).all()]
     total = len(spec.variants) * (len(spec.learning_rates) * spec.grid_seeds + len(spec.seeds) - spec.grid_seeds)
-    total += sum(is_beyond(spec, run["seed"], run["learning_rate"]) for run in runs)  # as far as they are decided on
-    counts = Counter(run["status"] for run in runs)
+    total += sum(is_beyond(spec, run.seed, run.learning_rate) for run in runs)  # as far as they are decided on
+    counts = Counter(run.status for run in runs)
     counts["waiting"] = total - counts["finished"] - counts["failed"]  # those at rates not chosen yet too
     return {
-        "name": study["name"],
-        "hash": study["hash"],
-        "command": study["command"],
+        "name": study.name,
+        "hash": study.hash,
+        "command": study.command,
         "running": is_locked(folder),
         "runs": {name: counts[name] for name in ("finished", "failed", "waiting")},
         "failures": [
-            {key: run[key] for key in ("variant", "seed", "learning_rate", "reason")}
+            {
+                "variant": run.variant,
+                "seed": run.seed,
+                "learning_rate": run.learning_rate,
+                "reason": run.failure.reason,
+            }
             for run in runs
-            if run["status"] == "failed"
+            if run.failure
         ],
     }
 
@@ -48,22 +54,23 @@ def study_differences(first: str, second: str, *, size: str | None = None) -> di
 def _settings(what: str, size: str | None) -> dict[str, Any]:
     place, at, label = what.partition("@")
     if Path(place).is_dir():
-        study = _manifest(Path(place))
+        study = STUDY.read(Path(place))
         if at:
             return _config(study, label)
-        spec = study["spec"]
-        data = {"fingerprint": study["data"]["fingerprint"]}
-        return {**_keyed(spec), "data_read": data, "versions": study["versions"], "frozen": study["frozen"]}
+        frozen = {label: shape.to_dict() for label, shape in study.frozen.items()}
+        data = {"fingerprint": study.data.fingerprint}
+        return {**_keyed(study.spec), "data_read": data, "versions": study.versions, "frozen": frozen}
     if at:
         raise HeadloomError(f"'{place}' is no study's folder, so it has no variants that were resolved: give a folder")
     return _keyed(resolve_study(WrittenStudy.from_yaml(place, size=size)).model_dump(mode="json"))
 
 
-def _config(study: dict[str, Any], label: str) -> dict[str, Any]:
-    configs = study["resolved"]["configs"]
+def _config(study: Manifest, label: str) -> dict[str, Any]:
+    configs = study.resolved.configs
     if label not in configs:
         raise HeadloomError(f"'{label}' is no variant.{near(label, configs)} They are: {', '.join(configs)}")
-    return {**configs[label], **study["frozen"].get(label, {})}
+    frozen = study.frozen.get(label)
+    return {**configs[label], **(frozen.to_dict() if frozen else {})}
 
 
 def _keyed(spec: dict[str, Any]) -> dict[str, Any]:
@@ -73,15 +80,6 @@ def _keyed(spec: dict[str, Any]) -> dict[str, Any]:
     return {**spec, "variants": variants, "budgets": budgets}
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    found = read_json(folder / "study.json")
-    if found is None or found.get("format") != 2:
-        raise HeadloomError(f"'{folder}' holds no study of this version: give the folder that headloom study run wrote")
-    return found
-
-
-def _spec(study: dict[str, Any]) -> StudySpec:
-    import json
-
-    values = {key: value for key, value in study["spec"].items() if key != "steps"}
-    return StudySpec.model_validate_json(json.dumps(values))
+def _spec(study: Manifest, folder: Path) -> StudySpec:
+    values = {key: value for key, value in study.spec.items() if key != "steps"}  # that of the reference, for readers
+    return checked(StudySpec, values, folder / STUDY.name)
