@@ -7,7 +7,7 @@ import torch
 from oracles.common import visible
 
 from headloom.ops.masks import Visibility
-from headloom.ops.pieces import BAND, lower
+from headloom.ops.pieces import BAND, FULL, lower
 
 
 def covered(pieces, batch, rows, columns):
@@ -125,5 +125,7 @@ def test_pseudo_tokens_cost_a_few_pieces(order):
 
 @pytest.mark.parametrize(("P", "rows_causal"), [(1, False), (1, True), (3, False)])
 def test_one_new_token_is_one_piece(P, rows_causal):
-    """It sees all before it and itself: decoding makes one call of the kernel."""
-    assert len(lower(Visibility(1, 9, True, None), 2, P, rows_causal)) == 1
+    """It sees all before it, or all in its window, and itself: decoding makes one call of the kernel, without a mask."""
+    for window in (None, 4):
+        (piece,) = lower(Visibility(1, 9, True, window), 2, P, rows_causal)
+        assert piece.kind == FULL
