@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import statistics
 import subprocess
@@ -254,3 +255,11 @@ def test_every_public_function_of_the_laboratory_says_what_it_does():
                 for one in (node, *(part for part in methods if isinstance(part, ast.FunctionDef))):
                     where = f"{path.relative_to(ROOT)}: {one.name}"
                     assert one.name.startswith("_") or ast.get_docstring(one), f"{where} has no docstring"
+
+
+def test_the_picture_of_the_floors_is_made_from_the_imports():
+    spec = importlib.util.spec_from_file_location("architecture", REPOSITORY / "tools" / "architecture.py")
+    assert spec is not None and spec.loader is not None
+    architecture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(architecture)
+    assert architecture.PICTURE.read_text() == architecture.picture(), "run python tools/architecture.py"
