@@ -1,1 +1,1 @@
-"""The `headloom` command, one file a subcommand. torch is imported only by a command that needs it."""
+"""The `headloom` command: one file per subcommand. torch is imported only by commands that need it."""

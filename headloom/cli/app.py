@@ -25,7 +25,7 @@ from headloom.core.waiting import wait_briefly
 
 app = typer.Typer(
     name="headloom",
-    help="More attention heads than the parameters pay for, and whether they were worth it.",
+    help="More attention heads from the same parameters, and an honest account of whether they paid.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

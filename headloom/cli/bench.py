@@ -1,7 +1,6 @@
-"""`headloom bench`: how fast the mechanisms are, what memory they take, and how they generate.
+"""`headloom bench`: speed, memory and generation of the mechanisms, in turns (A B C A B C ...) after a warm-up.
 
-Everything is measured in turns (A B C A B C ...), after a warm-up; medians with quartiles. The share of the peak is of
-the best matrix product of the same run, in visible pairs (and in all pairs).
+Medians and quartiles are printed; use of peak is over the fastest matrix product of the same run (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from headloom.bench.setting import Peak, Setting
 
 TRAINING = ("step", "train")
-"""Modes of `speed` that are of whole models."""
+"""The modes of `speed` that time whole models."""
 PANELS = {
     WHAT: "variants settings modes part against against_plain against_hf",
     MODEL: "size sizes hidden_size heads kv_heads head_dim tokens contexts new_tokens batch_size",
@@ -47,39 +46,39 @@ bench = typer.Typer(
 Tokens = Annotated[str | None, typer.Option(help="Lengths: 512,2048. Default: the size's context.")]
 Repeats = Annotated[int, typer.Option(help="Timed repetitions of each.")]
 Against = Annotated[
-    str | None, typer.Option(help="Your own module: package.module:Class or file.py:Class, its options after colons.")
+    str | None, typer.Option(help="Your own module: package.module:Class or file.py:Class, options after colons.")
 ]
 AgainstPlain = Annotated[
-    bool, typer.Option("--against-plain", help="Also each variant's straightforward form, with the same weights.")
+    bool, typer.Option("--against-plain", help="Also time a straightforward implementation with the same weights.")
 ]
 AgainstHf = Annotated[
-    bool, typer.Option("--against-hf", help="Also transformers' own model in whole training steps, or in its Trainer.")
+    bool, typer.Option("--against-hf", help="Also time transformers' own model (modes step and train).")
 ]
-Compile = Annotated[bool, typer.Option("--compile", help="Each also through torch.compile; the time that takes apart.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Also time each with torch.compile; compilation is separate.")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Common:
-    """The options of every command: what is measured, where, and what becomes of the result."""
+    """The options of every benchmark: what is measured, where, and where the result goes."""
 
     variants: Annotated[
         str | None,
-        typer.Option(help="mha,iha:pseudo_heads=2,...: the first is what ratios are over. Default: those of compare."),
+        typer.Option(help="mha,iha:pseudo_heads=2,...: ratios are relative to the first. Default: those of compare."),
     ] = None
     settings: Annotated[list[str] | None, typer.Option("--set", help="iha.pseudo_heads=2. Repeatable.")] = None
     batch_size: Annotated[
-        str | None, typer.Option("--batch-size", help="Sequences at once. Default: 1; for models 1,4.")
+        str | None, typer.Option("--batch-size", help="Sequences per call. Default: 1; for models 1,4.")
     ] = None
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, ... Default: float32 on CPU, bfloat16 on CUDA.")
     ] = None
-    threads: Annotated[int | None, typer.Option(help="PyTorch's threads. Default: all that it takes.")] = None
+    threads: Annotated[int | None, typer.Option(help="Threads of PyTorch. Default: PyTorch's own number.")] = None
     return_memory: Annotated[
         bool,
         typer.Option(
             "--return-memory",
-            help="Freed memory goes back to the system, glibc's way. Default: kept, as headloom train does.",
+            help="Return freed memory to the system, as glibc does by default. Without it, it is kept (faster).",
         ),
     ] = False
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False
@@ -87,7 +86,7 @@ class Common:
     as_json: Json = False
 
     def check(self) -> None:
-        """Refuse what goes with no benchmark, before torch is imported."""
+        """Raise HeadloomError for options that no benchmark accepts, before torch is imported."""
         from headloom.lab.spec.variants import check_variants
 
         if self.markdown and self.as_json:
@@ -97,6 +96,7 @@ class Common:
         check_variants(self.variants, self.settings or [], at_least=1)
 
     def named(self) -> list[Named]:
+        """The variants to measure."""
         from headloom.bench.asked import Named
         from headloom.lab.spec.variants import parse_variants
 
@@ -114,7 +114,7 @@ class Common:
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-    """The options that say how large a layer is."""
+    """The options that set the size of a layer."""
 
     size: Size = "tiny"
     hidden_size: Annotated[int | None, typer.Option("--hidden-size", help="D. Default: the size's.")] = None
@@ -123,7 +123,7 @@ class LayerOptions:
     head_dim: Annotated[int | None, typer.Option("--head-dim", help="K. Default: D / H.")] = None
 
     def shape(self) -> ModelSize:
-        """The whole model of the size, at the layer's sizes."""
+        """The whole model of the size, with these sizes of its layers."""
         from headloom.bench.asked import ModelSize
         from headloom.lab.spec.sizes import gated_width, get_size
 
@@ -159,18 +159,18 @@ def speed(
     modes: Annotated[
         str,
         typer.Option(
-            help="Of a layer: forward, backward (both passes). Of a whole model: step (both passes and AdamW), "
-            "train (a step in the loop of headloom train)."
+            help="For a layer: forward, backward (both passes). For a whole model: step (both passes and AdamW), "
+            "train (a step in the training loop of headloom train)."
         ),
     ] = "forward,backward",
-    part: Annotated[str, typer.Option(help="layer, or scores: the attention core alone, q, k and v ready.")] = "layer",
+    part: Annotated[str, typer.Option(help="layer, or scores: only the attention core, from given q, k, v.")] = "layer",
     against: Against = None,
     against_plain: AgainstPlain = False,
     against_hf: AgainstHf = False,
     compile: Compile = False,
     repeats: Repeats = 5,
 ) -> None:
-    """Time one layer, or its scores alone, forward and with its backward pass; or a model's whole training step."""
+    """Time one layer (or only its scores), forward and with the backward pass, or a model's whole training step."""
     from headloom.bench.asked import MODES, check_counts, check_layers, check_models
 
     common.check()
@@ -181,13 +181,13 @@ def speed(
     of_layers = [mode for mode in MODES if mode in chosen]
     of_models = [mode for mode in TRAINING if mode in chosen]
     if (against is not None or against_plain) and not of_layers:
-        raise HeadloomError("--against and --against-plain run in the modes forward and backward: add one to --modes")
+        raise HeadloomError("--against and --against-plain need the mode forward or backward: add one to --modes")
     if part != "layer" and of_models:
         raise HeadloomError(
-            f"--part {part} is timed in the modes forward and backward: leave the others out of --modes"
+            f"--part {part} can be timed in the modes forward and backward only: remove the others from --modes"
         )
     if against_hf and not of_models:
-        raise HeadloomError("--against-hf is measured in whole training steps: add --modes step (or train)")
+        raise HeadloomError("--against-hf needs whole training steps: add --modes step (or train)")
     sizes, shape = layer.sizes(), layer.shape()
     points: dict[str, Any] = {
         "tokens": whole_numbers("tokens", tokens, [shape.tokens]),
@@ -225,7 +225,7 @@ def memory(
     against: Against = None,
     against_plain: AgainstPlain = False,
 ) -> None:
-    """Count the peak of memory of one layer, above its weights and input: forward, and with its backward pass."""
+    """Measure the peak memory of one layer above its weights and input, forward and with the backward pass."""
     from headloom.bench.asked import check_counts, check_layers
 
     common.check()
@@ -251,11 +251,11 @@ def memory(
 def decode(
     common: Common,
     layer: LayerOptions,
-    contexts: Annotated[str | None, typer.Option(help="Lengths of the prefill: 512,4096. Default: the size's.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="Prompt lengths: 512,4096. Default: the size's context.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Timed tokens after each.")] = 16,
     repeats: Repeats = 3,
 ) -> None:
-    """Time generation with a cache in one layer: the prefill and each token; and count the cache's bytes."""
+    """Time generation with a cache in one layer (the prompt, then each new token), and count the bytes of the cache."""
     from headloom.bench.asked import check_counts
 
     common.check()
@@ -284,15 +284,15 @@ def models(
     modes: Annotated[
         str,
         typer.Option(
-            help="Of step (both passes and AdamW), backward (both passes alone: half the memory), "
-            "train (a step in the loop of headloom train)."
+            help="One or more of step (both passes and AdamW), backward (both passes only: half the memory), "
+            "train (a step in the training loop of headloom train)."
         ),
     ] = "step",
     against_hf: AgainstHf = False,
     compile: Compile = False,
     repeats: Repeats = 3,
 ) -> None:
-    """Time whole models in training by size and micro-batch. What memory is too small for is left out, and said."""
+    """Time training steps of whole models, by size and micro-batch. Models too large for the memory are only listed."""
     from headloom.bench.asked import check_counts, check_models
 
     common.check()
@@ -324,8 +324,7 @@ def _run(
     common: Common,
     about: dict[str, Any],
 ) -> None:
-    """Measure, then print and write. What is measured is kept at once: it outlives Ctrl-C and errors, and with --out
-    a process that is killed."""
+    """Measure, print and write. Each measurement is kept at once (with --out on disk): stopping loses nothing."""
     from headloom.bench.setting import Peak
     from headloom.core import heap
     from headloom.report import bench as report
@@ -334,9 +333,11 @@ def _run(
     if not common.return_memory:
         heap.keep_freed()
     elif heap.freed_memory() is None:
-        raise HeadloomError("--return-memory is for glibc, and this is another C library: leave it out")
+        raise HeadloomError(
+            "--return-memory works with glibc only, and this system has another C library: leave it out"
+        )
     elif heap.freed_memory() == "kept":
-        raise HeadloomError("this process keeps freed memory already, for good: give --return-memory in one of its own")
+        raise HeadloomError("this process already keeps freed memory, for good: use --return-memory in a new process")
     with only_json_on_stdout(common.as_json) as stream, how.active():
         best = Peak(how)
         result: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What the commands share: how errors end a command, and how results are printed."""
+"""What all commands share: how an error ends a command, and how results are printed."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ DATA_KINDS = (
     "or a Hugging Face data set"
 )
 TextColumn = Annotated[
-    str | None, typer.Option(help="Of tables and saved or hub data sets: the column with the text. Default: text.")
+    str | None, typer.Option(help="The column with the text, in tables and data sets. Default: text.")
 ]
 Size = Annotated[str, typer.Option("--size", help="tiny, small, 125M, 350M, 1.3B, 2.4B, 2.7B, 6.7B or 10.6B.")]
 
 
 def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
-    """A user's fault ends a command with one line on stderr and the status that belongs to it, never a traceback.
+    """A wrong call ends a command with one line on stderr and the matching exit status, without a traceback.
 
-    SIGTERM ends it as Ctrl-C does, with a status of its own.
+    SIGTERM stops a command as Ctrl-C does, with another exit status.
     """
 
     @functools.wraps(command)
@@ -50,7 +50,7 @@ def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
         with _sigterm_interrupts() as terminated:
             try:
                 found = command(*args, **kwargs)
-                sys.stdout.flush()  # here, where its errors are heard
+                sys.stdout.flush()  # here, where its errors are caught
                 return found
             except HeadloomError as error:
                 line = _in_options(" ".join(str(error).split()), command)
@@ -64,8 +64,8 @@ def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
                 if not is_full(error):
                     raise
                 why = " ".join(str(error).split())
-                typer.echo(f"error: nothing more can be written ({why}): free some space", err=True)
-                with suppress(OSError, ValueError):  # or Python would try once more when it ends
+                typer.echo(f"error: the disk is full ({why}): free some space", err=True)
+                with suppress(OSError, ValueError):  # otherwise Python tries to write again when it exits
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise typer.Exit(RUN_FAILED) from None
 
@@ -73,8 +73,8 @@ def ends_with_status(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _in_options(line: str, command: Callable[..., Any]) -> str:
-    """The line with the command's own options where it names arguments as Python writes them: what raised it knows no
-    command line. `allow_change=True` is --allow-change, and `learning_rate: ...` at its start --learning-rate: ..."""
+    """An error's line, in which the command's options replace the names of Python arguments: `allow_change=True`
+    becomes --allow-change, and `learning_rate: ...` at the start becomes --learning-rate: ..."""
     from typer.models import OptionInfo
 
     for name, hint in get_type_hints(command, include_extras=True).items():
@@ -88,7 +88,7 @@ def _in_options(line: str, command: Callable[..., Any]) -> str:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[threading.Event]:
-    """Inside, SIGTERM raises KeyboardInterrupt, and sets the event; unless whoever called decided what it does."""
+    """Inside, SIGTERM raises KeyboardInterrupt and sets the event, unless the caller has a handler of its own."""
     terminated = threading.Event()
 
     def interrupt(*_: Any) -> None:
@@ -108,7 +108,7 @@ def _sigterm_interrupts() -> Iterator[threading.Event]:
 
 @contextmanager
 def only_json_on_stdout(wanted: bool) -> Iterator[IO[str]]:
-    """Yields the stream for the result; with `wanted`, whatever a library prints meanwhile goes to stderr."""
+    """Yield the stream for the result. If `wanted`, what libraries print inside the context goes to stderr."""
     out = sys.stdout
     if wanted:
         with redirect_stdout(sys.stderr):
@@ -118,11 +118,12 @@ def only_json_on_stdout(wanted: bool) -> Iterator[IO[str]]:
 
 
 def print_json(value: Any, out: IO[str] | None = None) -> None:
+    """Print a value as indented JSON, to stdout unless `out` is given."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False), file=out or sys.stdout)
 
 
 def console() -> Console:
-    """stdout for people; wide where it is no terminal, so that a table in a log keeps its columns."""
+    """A rich Console on stdout. It is 195 columns wide if stdout is no terminal, so that tables in a log stay whole."""
     from rich.console import Console
 
     found = Console(highlight=False)
@@ -135,10 +136,10 @@ def words(text: str) -> list[str]:
 
 
 def whole_numbers(name: str, text: str | None, default: Sequence[int] = ()) -> list[int]:
-    """[512, 2048] from "512,2048", which the option --name was given; `default` where it was not."""
+    """[512, 2048] from "512,2048", the value of the option --name; `default` if the option was not given."""
     if text is None:
         return list(default)
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise HeadloomError(f"--{name} must be whole numbers with commas between (512,2048), not '{text}'") from None
+        raise HeadloomError(f"--{name} must be whole numbers separated by commas (512,2048), not '{text}'") from None

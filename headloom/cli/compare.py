@@ -49,7 +49,7 @@ def compare(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="iha.pseudo_heads=2: for every variant of that name. Repeatable."),
+        typer.Option("--set", help="iha.pseudo_heads=2: an option for every variant of that name. Repeatable."),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.")] = 4,
     size: Annotated[
@@ -62,8 +62,8 @@ def compare(
     config: Annotated[
         str | None,
         typer.Option(
-            help="A Hugging Face config of a decoder (a folder, or its JSON): every variant is that model with its own "
-            "attention. What a variant leaves open (key/value heads, windows, biases) is the config's."
+            help="A Hugging Face config of a decoder (a folder or a JSON file). Every variant is that model with "
+            "another attention; options that a variant leaves out (key/value heads, windows) come from the config."
         ),
     ] = None,
     tokens: Annotated[
@@ -73,23 +73,23 @@ def compare(
     data: Annotated[str, typer.Option(help=f"stdlib (Python's own source), {DATA_KINDS}.")] = "stdlib",
     text_column: Annotated[
         str | None,
-        typer.Option(help="Of tables and saved or hub data sets: the column with the text. Default: text."),
+        typer.Option(help="The column with the text, in tables and data sets. Default: text."),
     ] = None,
     tokenizer: Annotated[
         str,
-        typer.Option(help="bytes, bpe:4096, a folder with a saved tokenizer, or the hub's owner/name."),
+        typer.Option(help="bytes, bpe:4096, a folder with a saved tokenizer, or owner/name on the Hugging Face hub."),
     ] = "bytes",
     steps: Annotated[int | None, typer.Option(help="Training steps of every run. Default: the size's.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences a step. Default: the size's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences per training step. Default: the size's.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate. Default: the size's.")] = None,
     evaluations: Annotated[
         int,
-        typer.Option(help="Validations along every run, for its curve, besides the one at the end; 0: none."),
+        typer.Option(help="Validations during every run, for its curve, in addition to the one at its end; 0: none."),
     ] = 10,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 (autocast over float32 weights).")] = "float32",
     threads: Annotated[
         int | None,
-        typer.Option(help="Processor threads of a run. Default: the size's (tiny: 1), or all this process may use."),
+        typer.Option(help="Processor threads of a run. Default: the size's (tiny: 1), or all that are available."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda.")] = "auto",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the models (torch.compile, inductor).")] = False,
@@ -100,13 +100,13 @@ def compare(
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the result as JSON on stdout and nothing else there."),
+        typer.Option("--json", help="Print the result as JSON on stdout, and nothing else."),
     ] = False,
 ) -> None:
     """Train attention variants on the same text at equal parameters and compare them.
 
-    Writes a folder with every run, results.json, results.csv and report.html. The same command over the same folder
-    goes on where it was stopped.
+    Writes a folder with every run, results.json, results.csv and report.html. A stopped comparison continues when the
+    same command is given again.
     """
     from headloom.lab.compare import compare as run
     from headloom.lab.run.progress import Bar
@@ -154,13 +154,13 @@ def compare(
 
 
 def show_comparison(comparison: Comparison, noted: Sequence[str] = ()) -> None:
-    """The table, the sentences and where the page is, for a terminal. noted: notes that were said before."""
+    """Print the table, the findings and the path of the page. noted: notes that were printed before."""
     show_folder(comparison.folder, noted)
     console().print(f"The page: {comparison.report}", markup=False, soft_wrap=True)
 
 
 def show_folder(folder: Path, noted: Sequence[str] = ()) -> None:
-    """The table and the sentences of a study's folder, those left out that are in `noted`."""
+    """Print the table and the findings of a study's folder, without the notes in `noted`."""
     from headloom.records.reading import read_study
     from headloom.report import tables
 
@@ -178,7 +178,7 @@ def show_folder(folder: Path, noted: Sequence[str] = ()) -> None:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Row], *, wide: bool) -> Table:
-    """A line a variant, or, where that does not fit, a column a variant. Nothing is cut off: what is long is folded."""
+    """A table with one row per variant, or one column per variant if rows would be too long. Long text is wrapped."""
     from rich.table import Table
     from rich.text import Text
 
@@ -207,5 +207,5 @@ def _table(columns: Sequence[str], rows: Sequence[Row], *, wide: bool) -> Table:
 
 
 def _broken(heading: str) -> str:
-    """A heading in lines of two or three words, so that what stands below it decides a column's width."""
+    """A heading broken into lines of two or three words, so that it does not widen its column."""
     return "\n".join(textwrap.wrap(heading, 14))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _AVERAGED = ("parameters", "flops_exact", "flops_full", "cache_bytes_per_token")
-"""What is said of a layer where layers differ."""
+"""What is printed for each layer where the layers differ."""
 TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -25,23 +25,25 @@ TYPES = ("float32", "bfloat16", "float16", "float64")
 def cost(
     variants: Annotated[
         str,
-        typer.Argument(help="A mechanism or schedule, with options after colons; several with commas: mha,iha,sas."),
+        typer.Argument(
+            help="A mechanism or schedule, options after colons. Several, separated by commas: mha,iha,sas."
+        ),
     ],
     size: Size = "tiny",
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="hidden_size=768, num_heads=12, ... for all; iha.pseudo_heads=2 for one name. Repeatable."
+            "--set", help="hidden_size=768 for all variants; iha.pseudo_heads=2 for those of one name. Repeatable."
         ),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Sequence length. Default: the size's context.")] = None,
     dtype: Annotated[str, typer.Option(help="The type of cache and weights: float32, bfloat16, ...")] = "float32",
     as_json: Json = False,
 ) -> None:
-    """Print what a mechanism costs, one attention layer and the whole model of that size; several side by side.
+    """Print the cost of a mechanism: one attention layer, and the whole model of a size; several side by side.
 
-    FLOPs count 2 per multiply-add, forward, for one sequence; "full" counts all query-key pairs, "exact" the visible
-    ones only. Options that nobody gives are those of comparisons.
+    FLOPs are those of the forward pass for one sequence, 2 per multiply-add. "full" counts all query-key pairs, "exact"
+    only the visible ones. Options that are not given have the values that comparisons use.
     """
     from headloom.lab.spec.options import pieces
 
@@ -59,7 +61,7 @@ def cost(
 
 
 def _check(names: Sequence[str], size: str, tokens: int | None, dtype: str) -> None:
-    """Refuse what can be known to be wrong before torch is imported."""
+    """Raise HeadloomError for wrong values that can be found before torch is imported."""
     from headloom.core.errors import HeadloomError
     from headloom.lab.spec.sizes import get_size
     from headloom.lab.spec.variants import split_variant
@@ -74,7 +76,7 @@ def _check(names: Sequence[str], size: str, tokens: int | None, dtype: str) -> N
 
 
 def _chosen(text: str, settings: Sequence[str], all_of: Sequence[str]) -> Variant:
-    """A variant with the settings that are for it: name=value, for all, and its own mechanism.name=value."""
+    """A variant with the settings that apply to it: name=value for all variants, mechanism.name=value for its own."""
     from headloom.core.errors import unknown
     from headloom.lab.spec.options import parse_options, split_pair
     from headloom.lab.spec.resolved import OF_THE_SIZE
@@ -104,7 +106,7 @@ def costs_of(
     dtype: str = "float32",
     all_of: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What `headloom cost --json` prints of one variant. Settings win over its options, and both over the size.
+    """What `headloom cost --json` prints for one variant. Settings override its options, and both override the size.
 
     all_of: the variants that settings may name.
     """
@@ -165,8 +167,8 @@ def costs_of(
 
 
 def _relative(layers: Sequence[Cost], shared: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """What a layer's scores cost on average, in those of the usual reference: counted as full rectangles of queries by
-    keys, as papers do, by visible pairs of tokens, and as they are computed."""
+    """The average cost of a layer's scores, relative to that of the usual reference, counted in three ways: all
+    query-key pairs (as papers do), visible pairs of tokens, and as it is computed."""
     from headloom.costs.count import layer_costs
     from headloom.lab.spec.variants import defaults
 
@@ -196,7 +198,7 @@ def _model_cost(
 
 
 def _compare(found: Sequence[dict[str, Any]]) -> None:
-    """A line a variant: one layer on average, then the whole model."""
+    """Print one row per variant: one layer on average, then the whole model."""
     from rich.table import Table
 
     from headloom.report.tables import short
@@ -227,18 +229,18 @@ def _compare(found: Sequence[dict[str, Any]]) -> None:
     constant = {row["variant"]: row["model"]["cache_constant_bytes"] for row in found}
     for name, bytes_once in constant.items():
         if bytes_once:
-            line = f"{name}: {bytes_once:,} bytes of cache a sequence, however long, in the whole model."
+            line = f"{name}: {bytes_once:,} bytes of cache per sequence of any length, in the whole model."
             out.print(line, markup=False, soft_wrap=True)
     out.print(
-        f"At size {found[0]['size']}, {tokens:,} tokens, one sequence, {dtype}; forward FLOPs of visible pairs; where "
-        "layers differ, a layer is their average. With one variant all its parts are shown.",
+        f"At size {found[0]['size']}, {tokens:,} tokens, one sequence, {dtype}; forward FLOPs of visible pairs. Where "
+        "layers differ, the average is shown. Give one variant alone to see its parts.",
         markup=False,
         soft_wrap=True,
     )
 
 
 def _show(found: dict[str, Any]) -> None:
-    """The numbers for people: one layer, its steps, the model."""
+    """Print the numbers of one variant: one layer, its steps, the whole model."""
     from rich.table import Table
 
     from headloom.report.tables import short
@@ -315,11 +317,11 @@ def _lines(layer: dict[str, Any], dtype: str) -> list[str]:
     ]
     if layer["cache_constant_elements"]:
         lines.append(
-            f"cache per sequence, however long: {layer['cache_constant_bytes']:,} bytes "
+            f"cache per sequence of any length: {layer['cache_constant_bytes']:,} bytes "
             f"({layer['cache_constant_elements']:,} numbers, float32 at least)"
         )
     if layer["config"]["window"] is not None:
-        lines.append(f"window: {layer['config']['window']:,} tokens, oneself included; older ones need no cache")
+        lines.append(f"window: {layer['config']['window']:,} tokens with the token itself; older ones are not cached")
     if layer["simulation_multiply_adds"]:
         lines.append(f"simulating heads, one tensor: {layer['simulation_multiply_adds']:,} multiply-adds per token")
     return lines

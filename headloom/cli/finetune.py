@@ -1,4 +1,4 @@
-"""`headloom finetune`: a graft and the model it came from, fine-tuned the same way on one's own text."""
+"""`headloom finetune`: fine-tune a graft, and in the same way the model it was made from, on a text."""
 
 from __future__ import annotations
 
@@ -43,37 +43,38 @@ PANELS = {
 def finetune(
     model: Model,
     data: Annotated[str, typer.Option(help=f"stdlib, {DATA_KINDS}.")],
-    out: Annotated[Path, typer.Option(help="A new folder, or one this very command left, which goes on.")],
+    out: Annotated[Path, typer.Option(help="A new folder, or the folder of this same command, to continue it.")],
     to: Annotated[str | None, To] = None,
     settings: Settings = None,
     layers: Layers = None,
     allow_change: AllowChange = False,
     original: Annotated[
-        str | None, typer.Option(help="For a MODEL that is a graft already: the ungrafted one to compare it with.")
+        str | None, typer.Option(help="If MODEL is already a graft: the model without a graft to compare it with.")
     ] = None,
     only_grafted: Annotated[
-        bool, typer.Option("--only-grafted", help="Train no ungrafted model: nothing is then compared.")
+        bool, typer.Option("--only-grafted", help="Train the graft only, and compare nothing.")
     ] = False,
     steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 200,
     tokens: Annotated[int, typer.Option(help="Context in tokens.")] = 512,
-    batch_size: Annotated[int, typer.Option(help="Rows of the context a step.")] = 4,
-    accumulation_steps: Annotated[int, typer.Option(help="Cut a step's rows into so many passes, for memory.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate, after a tenth of the steps.")] = 1e-4,
+    batch_size: Annotated[int, typer.Option(help="Sequences per training step.")] = 4,
+    accumulation_steps: Annotated[int, typer.Option(help="Split a step into this many passes, to save memory.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate, reached after 10 % of the steps.")] = 1e-4,
     mix_learning_rate: Annotated[
-        float | None, typer.Option(help="Peak rate of what the graft adds, few and far from zero. Default: the same.")
+        float | None, typer.Option(help="Peak learning rate of the parameters that the graft adds. Default: the same.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each model; a seed orders the data.")] = 1,
-    validation_bytes: Annotated[int, typer.Option(help="Held-out text, at most.")] = 2**16,
+    seeds: Annotated[int, typer.Option(help="Runs of each model; the seed sets the order of the data.")] = 1,
+    validation_bytes: Annotated[int, typer.Option(help="Bytes of held-out text, at most.")] = 2**16,
     text_column: TextColumn = None,
-    limit_bytes: Annotated[int | None, typer.Option(help="Read at most so many bytes of text.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Processor threads. Default: all this process may use.")] = None,
+    limit_bytes: Annotated[int | None, typer.Option(help="Bytes of text to read, at most.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Processor threads. Default: all that are available.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 (autocast over float32 weights).")] = "float32",
     as_json: Json = False,
 ) -> None:
-    """Fine-tune a causal language model with another attention, and without it the same way.
+    """Fine-tune a causal language model with another attention, and the model without it in the same way.
 
-    Same rows in the same order, steps, learning rates and seeds. Bits per byte are of held-out text: a tenth of the
-    documents, or of one document its last tenth. The folder gets both tuned models and result.json.
+    Both see the same sequences in the same order, with the same steps, learning rates and seeds. Bits per byte are
+    measured on held-out text: 10 % of the documents, or the last 10 % of a single document. Both tuned models and
+    result.json are written to the folder.
     """
     from headloom.core.locks import LOCK
     from headloom.data.corpus import check_corpus, load_corpus
@@ -116,7 +117,7 @@ def finetune(
                     **recipe,
                 )
         except KeyboardInterrupt:
-            typer.echo(f"stopped; what is done is kept in {out}: the same command goes on", err=True)
+            typer.echo(f"stopped; the finished part is kept in {out}: give the same command to continue", err=True)
             raise typer.Exit(INTERRUPTED) from None
         if as_json:
             print_json({"folder": str(out), **found.to_dict()}, stdout)
@@ -133,8 +134,8 @@ def arms_of(
     original: str | None,
     only_grafted: bool,
 ) -> dict[str, Arm]:
-    """What is trained. A MODEL that is a graft already is compared with `original`; any other is grafted here and
-    compared with itself."""
+    """The models to train. If MODEL is already a graft, it is compared with `original`; any other model is grafted here
+    and compared with itself."""
     from headloom.hf.places import is_graft
     from headloom.train.config import Arm, GraftSpec
 
@@ -146,24 +147,24 @@ def arms_of(
         raise HeadloomError(f"--original '{original}' is a graft itself: give the model without one")
     if is_graft(model):
         if to is not None:
-            raise HeadloomError(f"'{model}' is a graft already: leave --to out, or give the original and --to")
+            raise HeadloomError(f"'{model}' is already a graft: leave --to out, or give the original model and --to")
         if original is None and not only_grafted:
             raise HeadloomError(
-                f"'{model}' is a graft already, and what it came from is not known: give --original MODEL to compare "
-                "with, or --only-grafted to train it alone"
+                f"'{model}' is already a graft, and the model it was made from is not known: give --original MODEL to "
+                "compare with, or --only-grafted to train it alone"
             )
         return {GRAFTED: Arm(model), **({} if original is None else {UNGRAFTED: Arm(original)})}
     if to is None:
-        raise HeadloomError(f"'{model}' is no graft: say with --to what attention it should get")
+        raise HeadloomError(f"'{model}' is not a graft: name the attention it should get with --to")
     if original is not None:
-        raise HeadloomError(f"--original is for a model that is a graft already; '{model}' is its own original")
+        raise HeadloomError(f"--original is for a model that is already a graft, and '{model}' is not: leave it out")
     mechanism, options = mechanism_of(to, settings)
     spec = GraftSpec(mechanism=mechanism, options=options, layers=layers, allow_change=allow_change)
     return {GRAFTED: Arm(model, spec), **({} if only_grafted else {UNGRAFTED: Arm(model)})}
 
 
 def _show(found: TuningResult, out: Path, noted: Sequence[str]) -> None:
-    """The table, what the difference is, and where the models are. noted: notes that were said before."""
+    """Print the table, the difference and the folder of the models. noted: notes that were printed before."""
     from rich.table import Table
 
     from headloom.lab.results.statistics import mean_and_sd, paired_difference
@@ -195,7 +196,7 @@ def _show(found: TuningResult, out: Path, noted: Sequence[str]) -> None:
         by_seed = {name: {run.seed: run.bits_per_byte for run in arm.runs} for name, arm in found.arms.items()}
         paired = paired_difference(by_seed[GRAFTED], by_seed[UNGRAFTED])
         noise = (
-            "one seed: what is noise is not known"
+            "one seed: the noise is not known"
             if paired.half_width is None
             else f"95 % interval {paired.low:+.4f} to {paired.high:+.4f}, {paired.n} seeds"
         )

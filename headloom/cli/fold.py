@@ -1,4 +1,4 @@
-"""`headloom fold`: a graft that plain weights can express, as an ordinary checkpoint."""
+"""`headloom fold`: turn a graft into an ordinary checkpoint, where plain weights can compute the same."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from headloom.cli.graft import Dtype, Model, Out, saved
 
 @ends_with_status
 def fold_command(model: Model, out: Out, dtype: Dtype = "auto", as_json: Json = False) -> None:
-    """Multiply a graft's mixes into its projections: a checkpoint of the original family, without headloom.
+    """Merge a graft's mixes into its projections. The result is a checkpoint of the original family without headloom.
 
-    Refused, with the reason, where plain weights cannot express it.
+    Where plain weights cannot compute the same, the command refuses and gives the reason.
     """
     from headloom.core.errors import HeadloomError
     from headloom.hf import places
 
     if not places.is_graft(model):
-        raise HeadloomError(f"only a grafted model can be folded, and '{model}' is none")
+        raise HeadloomError(f"only a grafted model can be folded, and '{model}' is not one")
     places.check_checkpoint(model, dtype=dtype)
     with only_json_on_stdout(as_json) as stdout, places.place_for(out):
         from headloom import hf

@@ -1,4 +1,4 @@
-"""`headloom generate`: text from a checkpoint, grafted or not."""
+"""`headloom generate`: generate text with a checkpoint, grafted or not."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def generate_command(
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
     temperature: Annotated[
-        float | None, typer.Option(help="Sample, with scores divided by this. Default: the likeliest token.")
+        float | None, typer.Option(help="Sample with this temperature. Default: always the most probable token.")
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this total share.")] = None,
-    beams: Annotated[int, typer.Option(help="Beams of a search; more than 1 prints at the end.")] = 1,
-    cache: Annotated[str, typer.Option(help="dynamic, or static (allocated at once).")] = "dynamic",
+    top_p: Annotated[float | None, typer.Option(help="Sample from the most probable tokens that sum to this.")] = None,
+    beams: Annotated[int, typer.Option(help="Beams of a beam search; above 1 the text is printed at the end.")] = 1,
+    cache: Annotated[str, typer.Option(help="dynamic, or static (allocated in advance).")] = "dynamic",
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt; the new text goes to stdout as it comes."""
+    """Continue a prompt. The new text is printed while it is generated."""
     from headloom.core.errors import HeadloomError
     from headloom.hf import generation, places
 

@@ -1,4 +1,4 @@
-"""`headloom graft`: another attention in a checkpoint, its function kept."""
+"""`headloom graft`: replace the attention of a checkpoint without changing what the model computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", help="pseudo_heads=2: an option of the mechanism. Repeatable.")
 ]
 Layers = Annotated[str | None, typer.Option(help="Which layers: 0-3,8. Default: all.")]
-AllowChange = Annotated[bool, typer.Option("--allow-change", help="Accept a graft that changes what the model says.")]
+AllowChange = Annotated[bool, typer.Option("--allow-change", help="Accept a graft that changes the model's outputs.")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16 or float64.")]
 
 
@@ -36,9 +36,10 @@ def graft_command(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Replace the attention of a checkpoint and save it as a new one, with its tokenizer.
+    """Replace the attention of a checkpoint, and save the result with its tokenizer in a new folder.
 
-    Unless --allow-change is given the result computes what the original did; the difference is measured and printed.
+    Unless --allow-change is given, the new model computes the same as the original; the difference is measured and
+    printed.
     """
     from headloom.hf import places
 
@@ -61,7 +62,7 @@ def graft_command(
 
 
 def check_mechanism(text: str, settings: Sequence[str], layers: str | None) -> None:
-    """Refuse what is wrong with --to, --set and --layers whatever the mechanism's options are, without torch."""
+    """Raise HeadloomError for errors in --to, --set and --layers that can be found without torch."""
     from headloom.hf.places import read_layers
     from headloom.lab.spec.names import check_mechanism_name
     from headloom.lab.spec.options import split_pair
@@ -75,8 +76,8 @@ def check_mechanism(text: str, settings: Sequence[str], layers: str | None) -> N
 
 
 def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The mechanism and its options from --to and --set, which wins; where neither gives one, the comparison's default,
-    which is said on stderr. Unknown names give the near ones."""
+    """The mechanism and its options from --to and --set (--set overrides --to). Options that are in neither have the
+    values that comparisons use; these are printed on stderr. Raises HeadloomError for unknown names."""
     from headloom.lab.spec.names import check_mechanism_name
     from headloom.lab.spec.options import parse_options, split_pair
     from headloom.lab.spec.variants import parse_variant, split_variant, with_defaults
@@ -92,6 +93,7 @@ def mechanism_of(text: str, settings: Sequence[str]) -> tuple[str, dict[str, Any
 
 
 def as_dict(report: GraftReport) -> dict[str, Any]:
+    """What `headloom graft --json` prints."""
     return {
         "layers": [
             {"layer": change.index, "mechanism": change.mechanism, "config": change.config.to_dict()}
@@ -107,4 +109,5 @@ def as_dict(report: GraftReport) -> dict[str, Any]:
 
 
 def saved(out: Path, *, with_tokenizer: bool) -> str:
+    """The last line of a command that saves a model."""
     return f"Saved in {out}" + ("" if with_tokenizer else " (no tokenizer: there was none beside the model)")

@@ -1,4 +1,4 @@
-"""Options of commands in groups: panels of a long --help, and dataclasses of options that several commands share."""
+"""Groups of options: panels in a long --help, and dataclasses of options that several commands share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WHAT, MODEL, TEXT, TRAINING, MACHINE = (
     "Training",
     "The machine and the result",
 )
-"""Titles of panels: an option of one meaning stands under the same title in every command."""
+"""Titles of the panels. Options with the same meaning are in the panel of the same title in every command."""
 
 
 def in_panels(panels: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A command whose --help has its options in panels: title -> names of parameters, with spaces between; names that
-    the command does not have are passed over. What a command can be told stays written where its parameters are."""
+    """A decorator that shows a command's options in panels: title -> parameter names, separated by spaces. Names that
+    the command does not have are ignored. Types, defaults and help texts stay with the parameters."""
     titles = {name: title for title, names in panels.items() for name in names.split()}
 
     def grouped(command: Callable[P, R]) -> Callable[P, R]:
@@ -43,7 +43,7 @@ def in_panels(panels: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """In place of a parameter whose type is a dataclass of options, the command gets those options."""
+    """A decorator that replaces a parameter whose type is a dataclass of options by these options."""
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     options: list[inspect.Parameter] = []

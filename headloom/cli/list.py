@@ -1,4 +1,4 @@
-"""`headloom list`: the attention mechanisms there are."""
+"""`headloom list`: the available attention mechanisms and their options."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 @ends_with_status
 def list_mechanisms(
     name: Annotated[
-        str | None, typer.Argument(help="A mechanism or schedule: print its options, what they mean and cost.")
+        str | None, typer.Argument(help="A mechanism or schedule: print its options, their meaning and their cost.")
     ] = None,
     costs: Annotated[
         bool,
         typer.Option(
-            "--costs", help="Also measure cache, cost of scores, and whether a graft keeps the function (seconds)."
+            "--costs", help="Also print cache, cost of scores, and whether a graft keeps the function (takes seconds)."
         ),
     ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/mechanisms.md, costs included.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the attention mechanisms and schedules of layers, or, with a name, every option of one.
+    """List the attention mechanisms and layer schedules, or, with a name, all options of one.
 
-    An option is printed with what it may be, its default, what it means, and what another value costs.
+    Each option is printed with its allowed values, its default, its meaning, and the cost of other values.
     """
     from headloom.core.errors import HeadloomError
 
     if name is not None and (markdown or costs):
-        raise HeadloomError("--markdown and --costs are for all mechanisms: leave them out, or the name")
+        raise HeadloomError("--markdown and --costs show all mechanisms: leave out either them or the name")
     if name is not None:
         _options(name, as_json)
         return
@@ -55,7 +55,7 @@ def list_mechanisms(
 
 
 def _named(as_json: bool) -> None:
-    """What the source says; torch stays unimported."""
+    """Print names and titles, read from the source so that torch is not imported."""
     from headloom.lab.spec.names import LINES, described
 
     mechanisms, schedules = described()
@@ -95,16 +95,16 @@ def _options(name: str, as_json: bool) -> None:
             out.print(_definitions(rows))
     sizes = ", ".join(f"{field}={value}" for field, value in catalogue.SIZES.items() if field != "rope_theta")
     out.print(
-        f"\nCosts are of one layer with another value, in those of the defaults: parameters, forward FLOPs, bytes of "
-        f"the cache, FLOPs of the scores alone, at {sizes}, {catalogue.TOKENS:,} tokens. Where none is said they stay. "
-        f"Written as {name}:option=value in --variants, none for None.",
+        f"\nCosts are those of one layer with another value, relative to the defaults: parameters, forward FLOPs, "
+        f"bytes of the cache, FLOPs of the scores alone, at {sizes}, {catalogue.TOKENS:,} tokens. Costs that are not "
+        f"listed do not change. In --variants, write {name}:option=value, and none for None.",
         markup=False,
         soft_wrap=True,
     )
 
 
 def _definitions(rows: list[Option]) -> Table:
-    """Name, values and default on the left of what the option means and costs."""
+    """A table with the option's name and, beside it, its values, default, meaning and cost."""
     from rich.table import Table
     from rich.text import Text
 
@@ -148,8 +148,8 @@ def _measured(as_json: bool) -> None:
     )
     sizes = ", ".join(f"{name}={value}" for name, value in catalogue.SIZES.items() if name != "rope_theta")
     console().print(
-        f"\ncache: numbers a token; scores: FLOPs between tokens, in those of {usual.reference}; both at {sizes}, "
-        f"{catalogue.TOKENS:,} tokens. graft keeps: it starts as the function that was there.",
+        f"\ncache: numbers per token; scores: FLOPs between tokens, relative to {usual.reference}; both at {sizes}, "
+        f"{catalogue.TOKENS:,} tokens. graft keeps: a graft starts with the function of the original model.",
         markup=False,
         soft_wrap=True,
     )

@@ -21,14 +21,16 @@ from headloom.cli.compare import show_comparison, show_folder
 
 app = typer.Typer(help="Studies: sets of runs that are compared under equal budgets.", no_args_is_help=True)
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="A study's YAML file, or a ready study (study list).")]
+File = Annotated[
+    str, typer.Argument(metavar="FILE", help="A study's YAML file, or the name of a ready study (study list).")
+]
 Folder = Annotated[Path, typer.Argument(help="A study's folder.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="A key of the study: steps=100, engine.workers=1, data=my_texts/. Repeatable."),
 ]
 SizeOption = Annotated[
-    str | None, typer.Option("--size", help="tiny, small, 125M, ...: the study's block of that size.")
+    str | None, typer.Option("--size", help="tiny, small, 125M, ...: use this size, and the study's settings for it.")
 ]
 
 
@@ -41,7 +43,9 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the study. Default: the study's name here, or the next free number.")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="local (a process each), ray, or inline.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="local (one process per run), ray, or inline (no other process).")
+    ] = None,
     address: Annotated[
         str | None, typer.Option(help="Address of the Ray cluster. Default: one on this machine.")
     ] = None,
@@ -49,12 +53,12 @@ def run(
     evaluations: Annotated[
         int | None,
         typer.Option(
-            help="Validations along every run besides the one at its end; 0: none. Default: the study's, or 10."
+            help="Validations during every run in addition to the one at its end; 0: none. Default: the study's, or 10."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a study, or what is left of it: the same command over the same folder goes on where it was stopped."""
+    """Run a study. A stopped study continues when the same command is given again."""
     from headloom.lab.run.progress import Bar
     from headloom.lab.run.runner import Interrupted
     from headloom.lab.spec.study import WrittenStudy
@@ -84,7 +88,7 @@ def run(
 @app.command()
 @ends_with_status
 def status(folder: Folder, as_json: Json = False) -> None:
-    """Say how far a study is: finished, failed and waiting runs, and whether a process is at it."""
+    """Print how many runs of a study are finished, failed and waiting, and whether a process is working on it."""
     from headloom.lab.run.status import study_status
 
     found = study_status(folder)
@@ -99,13 +103,13 @@ def status(folder: Folder, as_json: Json = False) -> None:
     )
     for failure in found["failures"]:
         out.print(f"{failure['variant']} seed {failure['seed']}: {failure['reason']}", markup=False, soft_wrap=True)
-    out.print(f"to go on: {found['command']} --out {shlex.quote(str(folder))}", markup=False, soft_wrap=True)
+    out.print(f"to continue: {found['command']} --out {shlex.quote(str(folder))}", markup=False, soft_wrap=True)
 
 
 @app.command()
 @ends_with_status
 def report(folder: Folder) -> None:
-    """Write report.html and figures/ of a study's folder again, and print its table and sentences."""
+    """Write report.html and figures/ of a study's folder again, and print its table and findings."""
     from headloom.report.page import write_report
 
     page = write_report(folder)
@@ -121,7 +125,7 @@ def diff(
     size: SizeOption = None,
     as_json: Json = False,
 ) -> None:
-    """Print what two studies, or two variants of studies, differ in."""
+    """Print the differences between two studies, or between two variants of studies."""
     from rich.table import Table
 
     from headloom.lab.run.status import study_differences

@@ -31,8 +31,8 @@ PANELS = {
 @ends_with_status
 @in_panels(PANELS)
 def train(
-    file: Annotated[Path | None, typer.Argument(help="A run's YAML file. Without one, the options say it.")] = None,
-    variant: Annotated[str | None, typer.Option(help="iha:pseudo_heads=2, say. Default: mha.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A run's YAML file. Without it, the options are used.")] = None,
+    variant: Annotated[str | None, typer.Option(help="For example iha:pseudo_heads=2. Default: mha.")] = None,
     size: Annotated[str | None, typer.Option(help="tiny, small, 125M, ... Default: tiny.")] = None,
     data: Annotated[str | None, typer.Option(help=f"stdlib, {DATA_KINDS}.")] = None,
     text_column: TextColumn = None,
@@ -42,21 +42,21 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
     evaluations: Annotated[
         int | None,
-        typer.Option(help="Validations along the way besides the one at the end; 0: none. Default: 10."),
+        typer.Option(help="Validations during the run in addition to the one at its end; 0: none. Default: 10."),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any field of a run's file: batch_size=16. Repeatable.")
+        list[str] | None, typer.Option("--set", help="A field of a run's file: batch_size=16. Repeatable.")
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model (torch.compile, inductor).")] = False,
     checkpoint_activations: Annotated[
-        bool, typer.Option(help="Keep no activations: less memory, about a third more time.")
+        bool, typer.Option(help="Recompute activations in the backward pass: less memory, about a third more time.")
     ] = False,
     track: Annotated[str | None, typer.Option(help="tensorboard, trackio, or wandb (offline).")] = None,
     save_model: Annotated[bool, typer.Option(help="Also write model and tokenizer to OUT/model.")] = False,
     out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("headloom-run"),
     as_json: Json = False,
 ) -> None:
-    """Train one model and measure it. The same command over the same folder goes on from the last checkpoint.
+    """Train one model and measure it. A stopped run continues from its last checkpoint when the same command is given.
 
     For several devices: accelerate launch -m headloom.train OUT/run.yaml --out DIR.
     """
@@ -79,11 +79,13 @@ def train(
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
-            raise HeadloomError(f"--set must look like key=value (batch_size=16, say), not '{setting}'")
+            raise HeadloomError(f"--set must look like key=value (for example batch_size=16), not '{setting}'")
         given[key.strip()] = yaml.safe_load(value)
     with only_json_on_stdout(as_json) as stdout:
         if file is not None and (variant or size):
-            raise HeadloomError("a file says the whole model: leave out --variant and --size, or the file")
+            raise HeadloomError(
+                "the file describes the whole model: leave out either --variant and --size, or the file"
+            )
         if file:
             run, text = _changed(file, given)
         else:
@@ -128,7 +130,8 @@ def _changed(file: Path, given: dict[str, Any]) -> tuple[RunConfig, Text]:
 def _from_options(
     variant: str, size_name: str, given: dict[str, Any], check: Callable[[RunConfig, Text], None]
 ) -> tuple[RunConfig, Text]:
-    """The size's run of a variant, with what was given over it. check: may refuse it before torch is imported."""
+    """The run of a variant at a size, changed by the given options. check: called before torch is imported, to refuse
+    wrong values."""
     from headloom.lab.spec.sizes import get_size
     from headloom.lab.spec.variants import defaults, parse_variant, split_variant, with_defaults
     from headloom.train.file import parse_run

@@ -1,1 +1,1 @@
-"""Errors, registries, configs, files, locks. Nothing of attention."""
+"""Errors, registries, configs, files and locks: what every part uses and what knows nothing of attention."""

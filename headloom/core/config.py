@@ -1,4 +1,4 @@
-"""Frozen configs: checked against their annotations when built, strict JSON both ways."""
+"""Frozen configs: their values are checked against the annotations when they are built; to JSON and back, strictly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from headloom.core.errors import HeadloomError, near
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of frozen, keyword-only dataclasses whose values are int, float, bool, str, None, Literal, dict or list."""
+    """Base of frozen, keyword-only dataclasses whose values are int, float, bool, str, None, Literal, dict or list.
+
+    Raises HeadloomError when a value does not have the type of its field.
+    """
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
@@ -22,12 +25,12 @@ class Config:
             object.__setattr__(self, name, check_value(cls, name, getattr(self, name)))
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of JSON values; `from_dict` gives an equal config back."""
+        """The config as a dict of JSON values, from which `from_dict` builds an equal config."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Build from JSON values. Unknown keys are refused with the near ones."""
+        """Build a config from JSON values. Raises HeadloomError for an unknown key and suggests a similar name."""
         check_names(cls, values)
         return cls(**values)
 
@@ -45,7 +48,7 @@ def fields_of(cls: Any) -> dict[str, Any]:
 
 
 def own_first(cls: Any) -> list[str]:
-    """The fields of a config class: its own, then those of the classes it is derived from."""
+    """The names of a config class's fields: its own first, then those of its base classes."""
     found: dict[str, None] = {}
     for part in cls.__mro__:
         found |= {name: None for name in inspect.get_annotations(part) if name in fields_of(cls)}
@@ -54,7 +57,7 @@ def own_first(cls: Any) -> list[str]:
 
 @functools.cache
 def meanings(cls: Any) -> dict[str, str]:
-    """Field name -> what it means: the text in its annotation, `Annotated[int, "what it means"]`."""
+    """Field name -> its explanation: the text in its annotation, `Annotated[int, "what it means"]`."""
     found: dict[str, str] = {}
     for part in reversed(cls.__mro__):
         own = inspect.get_annotations(part)
@@ -66,7 +69,10 @@ def meanings(cls: Any) -> dict[str, str]:
 
 
 def unknown_option(name: str, classes: typing.Sequence[Any], *, of: str = "") -> HeadloomError:
-    """The error for an option that none of the config classes has; it names their own options first."""
+    """The error for an option that none of the config classes has. It lists the allowed options, their own ones first.
+
+    of: whose options they are, for the message.
+    """
     allowed = list(dict.fromkeys(field for cls in classes for field in own_first(cls)))
     return HeadloomError(
         f"unknown option '{name}'{f' of {of}' if of else ''}.{near(name, allowed)} Allowed: {', '.join(allowed)}"
@@ -74,13 +80,17 @@ def unknown_option(name: str, classes: typing.Sequence[Any], *, of: str = "") ->
 
 
 def check_names(cls: type, values: typing.Iterable[str], *, of: str = "") -> None:
+    """Raise HeadloomError for the first name that is not a field of the config class `cls`."""
     for name in values:
         if name not in fields_of(cls):
             raise unknown_option(name, [cls], of=of)
 
 
 def check_value(cls: type, name: str, value: Any) -> Any:
-    """`value` if the field `name` can hold it (a whole number becomes a float where one is wanted)."""
+    """`value`, if the field `name` can hold it; an int becomes a float where the field is a float.
+
+    Raises HeadloomError for a value of another type.
+    """
     allowed = fields_of(cls)[name]
     if not _fits(value, allowed):
         raise HeadloomError(f"{name} must be {describe(allowed)}, not {value!r}")
@@ -88,7 +98,9 @@ def check_value(cls: type, name: str, value: Any) -> Any:
 
 
 def parse_option(cls: type, name: str, text: str) -> Any:
-    """The value that `text` (from a command line) means for the field `name` of the config class `cls`.
+    """Convert `text` (from a command line) to the type of the field `name` of the config class `cls`.
+
+    Raises HeadloomError for an unknown field and for a text that cannot be converted.
 
     >>> from headloom.mechanism.iha import IHAConfig
     >>> parse_option(IHAConfig, "pseudo_heads", "2"), parse_option(IHAConfig, "window", "none")
@@ -114,13 +126,14 @@ def parse_option(cls: type, name: str, text: str) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """The annotation in words: "an int or None", "'virtual' or 'token'"."""
+    """An annotation in words: "an int or None", "'virtual' or 'token'"."""
     words = {int: "an int", float: "a number", bool: "true or false", str: "a text", types.NoneType: "None"}
     words |= {dict: "a mapping", list: "a list"}
     return " or ".join(words.get(typing.get_origin(m) or m, repr(m)) for m in members(annotation))
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of an annotation: the types of a union, the values of a Literal, or the annotation itself."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return tuple(m for part in typing.get_args(annotation) for m in members(part))

@@ -1,4 +1,4 @@
-"""Errors that users see: one line that says what came, what is allowed, and the way out."""
+"""Errors that users see: one line that says what was given, what is allowed, and what to do."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class RunError(HeadloomError):
 
 
 def near(name: str, allowed: Iterable[str]) -> str:
-    """`" Did you mean 'iha'?"` for a name close to an allowed one, else an empty string."""
+    """`" Did you mean 'iha'?"` for a name that is similar to an allowed one, else an empty string."""
     matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
     return f" Did you mean '{matches[0]}'?" if matches else ""
 
 
 def need_module(value: Any) -> None:
-    """Refuse what is not a PyTorch module (known by its methods: this floor imports no torch)."""
+    """Raise HeadloomError unless `value` is a PyTorch module, recognised by its methods: `core` imports no torch."""
     if isinstance(value, type) or not hasattr(value, "named_modules"):
         raise HeadloomError(f"give a model or an attention (a torch.nn.Module), not {value!r}")
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> HeadloomError:
-    """The error for a name that nothing is registered under."""
+    """The error for a name under which nothing is registered. kind: "mechanism", for the message."""
     names = sorted(allowed)
     return HeadloomError(f"unknown {kind} '{name}'.{near(name, names)} Known: {', '.join(names)}")

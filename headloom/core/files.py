@@ -1,4 +1,4 @@
-"""Files and folders that are absent, old, or complete: nobody ever sees half of one, not even after a crash."""
+"""Files and folders are written completely or not at all, even if the program or the machine stops in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from headloom.core.errors import HeadloomError, RunError
 
-PARTIAL = ".headloom-partial"  # ends names that nobody else uses: what has one is ours, and of no worth
+PARTIAL = ".headloom-partial"  # a file or folder whose name ends like this was never completed and may be deleted
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -25,7 +25,8 @@ class DiskFull(RunError):
 
 @contextmanager
 def saying_when_full(place: Path, kept: str = "what was finished is kept and whole") -> Iterator[None]:
-    """Turns what libraries raise when a disk is full into one line: which disk, what was `kept`, and the way out."""
+    """Replace any library's error for a full disk by DiskFull: one line that says which disk is full, what was `kept`,
+    and what to do."""
     try:
         yield
     except HeadloomError:
@@ -41,9 +42,10 @@ def saying_when_full(place: Path, kept: str = "what was finished is kept and who
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, says that a disk, a quota or a file takes no more.
+    """Whether an error, or one of its causes, means that a disk is full, a quota is used up or a file is too large.
 
-    Libraries not written in Python say it in words: safetensors and tokenizers the system's, torch its own.
+    Libraries that are not written in Python raise errors without a number. They are recognised by their text:
+    safetensors and tokenizers use the operating system's words, torch uses its own.
     """
     words = [word for code in _FULL for word in (os.strerror(code), f"os error {code})")]
     words += ["PytorchStreamWriter failed writing", "unexpected pos"]
@@ -58,7 +60,7 @@ def is_full(error: BaseException | None) -> bool:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A stream whose content takes `path`'s place at the end, in one step; where that fails the old file stays."""
+    """A stream. At the end its content replaces the file `path` in one step; on an error the old file stays."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with saying_when_full(path):
@@ -74,9 +76,9 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def whole_folder(out: Path, kept: str = "nothing was saved") -> Iterator[Path]:
-    """A folder to fill, which then becomes `out` (absent or empty till then) in one step.
+    """A temporary folder to fill. At the end it is renamed to `out`, which must not exist or be empty, in one step.
 
-    Where that fails nothing of it is left; what a kill left of an earlier one is replaced.
+    On an error nothing of it remains. What an earlier, killed program left of such a folder is removed first.
 
     Raises DiskFull, and HeadloomError where nothing can be written.
     """
@@ -97,12 +99,13 @@ def whole_folder(out: Path, kept: str = "nothing was saved") -> Iterator[Path]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file's content in one step. Raises DiskFull."""
     with replaced(path) as stream:
         stream.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """In UTF-8, lines ending as they are."""
+    """Write a text as UTF-8 in one step, without changing its line ends."""
     write_bytes(path, text.encode())
 
 
@@ -116,12 +119,12 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]])
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Raises ValueError for NaN and infinities, which JSON does not have."""
+    """Write a value as JSON in one step. Raises ValueError for NaN and infinities, which JSON does not have."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file, or None if there is none that can be read."""
+    """The JSON object in a file, or None if the file is missing or does not hold one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

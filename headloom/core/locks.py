@@ -1,4 +1,4 @@
-"""One writer a folder: a lock that the operating system holds for a process and takes back when it ends."""
+"""Only one process writes to a folder at a time. The operating system releases a process's locks when it ends."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from filelock import FileLock, Timeout
 
 from headloom.core.errors import HeadloomError
 
-LOCK = ".headloom-lock"  # a kill leaves this empty file behind; what counts is whether a process holds it
+LOCK = ".headloom-lock"  # a killed process leaves this empty file behind; a folder is in use only while one holds it
 
 
 @contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a folder while writing into it; one that does not exist is made, and is gone again if it stays empty.
+    """Lock a folder while writing into it. A missing folder is created, and removed again if it stays empty.
 
-    A second process is refused, or with `wait` waits, instead of mixing its files in. The thread that holds a folder
-    may hold it once more. Raises HeadloomError when another process holds it, or nothing can be written there.
+    A second process gets a HeadloomError, or waits if `wait` is true. The thread that has locked a folder may lock it
+    again. Raises HeadloomError when another process has locked it, and when nothing can be written there.
     """
     if folder.exists() and not folder.is_dir():
         raise HeadloomError(f"'{folder}' is a file, not a folder: give a folder of its own")
@@ -29,14 +29,14 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
 @contextmanager
 def claimed(place: Path) -> Iterator[None]:
-    """Hold a place where a file or folder will be, by a lock beside it. Raises as `locked`."""
+    """Lock a path at which a file or folder will be written, by a lock file next to it. Raises as `locked`."""
     with _made(place.parent), held(place.with_name(f".{place.name}{LOCK}"), what=place):
         yield
 
 
 @contextmanager
 def held(file: Path, *, what: Path, wait: bool = False) -> Iterator[None]:
-    """Hold the lock `file`, which is made if absent, while writing `what`. As `locked`."""
+    """Hold the lock file `file`, which is created if missing, while writing `what`. Waits and raises as `locked`."""
     lock = FileLock(file, is_singleton=True)
     try:
         lock.acquire(timeout=None if wait else 0)
@@ -48,14 +48,14 @@ def held(file: Path, *, what: Path, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         if lock.lock_counter == 1:
-            with contextlib.suppress(OSError):  # Windows removes no open file
-                file.unlink()  # whoever opened it meanwhile sees that it is gone, and asks for a new one
+            with contextlib.suppress(OSError):  # Windows does not remove an open file
+                file.unlink()  # a process that has opened it in the meantime notices, and creates a new one
         lock.release()
 
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """The folder, with those above it; the ones made here that are empty at the end are gone again."""
+    """Create a folder and its parents; those created here that are empty at the end are removed again."""
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         try:
@@ -70,7 +70,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process is writing the folder."""
+    """Whether a process has locked the folder."""
     if not (folder / LOCK).is_file():
         return False
     try:
@@ -78,7 +78,7 @@ def is_locked(folder: Path) -> bool:
             return False
     except Timeout:
         return True
-    except OSError:  # somebody else's folder, in which a lock cannot be tried
+    except OSError:  # a folder of somebody else, in which this process may not open the lock file
         return False
 
 

@@ -1,6 +1,6 @@
-"""What a program runs on: processor, cores, memory, versions, and how many processes share the work.
+"""The machine a program runs on: processor, cores, memory, versions, and the number of processes that share the work.
 
-Neither host names nor paths: what is recorded with a result may be shown to anybody.
+No host names and no paths: everything that is recorded with a result may be published.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def world_size() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of Python and of what decides the numbers; "not installed" where a package is absent."""
+    """Package -> version, for Python and the packages in DECISIVE; "not installed" where a package is missing."""
     found = {"python": platform.python_version()}
     for package in DECISIVE:
         try:
@@ -51,8 +51,8 @@ def machine() -> dict[str, str | int | float]:
 
 
 def ran_on(accelerator: str | None = None, *, sharded: bool = False) -> dict[str, str | int | float]:
-    """The machine and how this process uses it: what becomes of freed memory where that is known, the accelerator if
-    one was used, how many processes share the work if several do, and whether they share the weights too."""
+    """The machine and how this process uses it: what happens to freed memory (where known), the accelerator (if one was
+    used), the number of processes (if more than one), and whether the weights are sharded over them."""
     about = machine()
     if freed := freed_memory():
         about["freed_memory"] = freed

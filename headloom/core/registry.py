@@ -1,4 +1,4 @@
-"""Names for things: refuses duplicates and suggests near names."""
+"""A mapping from names to what is registered: it refuses duplicates and suggests similar names."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """A mapping that only grows. `kind` ("mechanism") is the word its errors use."""
+    """A mapping to which names can only be added. `kind` ("mechanism") is the word that its errors use."""
 
     def __init__(self, kind: str):
         self.kind = kind
         self._items: dict[str, T] = {}
 
     def add(self, name: str, item: T) -> T:
-        """Register `item`. A name taken by something else is our own fault, so it is a TypeError."""
+        """Register `item`. A name that is already used for something else is a programming error: TypeError."""
         if name in self._items and self._items[name] is not item:
             raise TypeError(f"{self.kind} '{name}' is registered twice: {self._items[name]!r} and {item!r}")
         self._items[name] = item

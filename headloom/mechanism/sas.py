@@ -252,10 +252,11 @@ class SAS(Attention[SASConfig]):
         return copies.mean(1)
 
 
-def _convolve(conv: nn.Module, x_BHTK: Tensor) -> Tensor:
+def _convolve(conv: Any, x_BHTK: Tensor) -> Tensor:
     """The convolution over features with heads as channels, for all tokens at once: a (1, kernel) filter over the
-    plane of tokens and features, or one product over heads at kernel 1."""
-    assert isinstance(conv, nn.Conv1d) and conv.bias is not None
+    plane of tokens and features, or one product over heads at kernel 1. `conv`: a Conv1d, or what PEFT has put around
+    it, with its attributes."""
     if conv.kernel_size[0] == 1:
-        return mix_heads(conv.weight[..., 0], x_BHTK) + conv.bias[:, None, None].to(x_BHTK.dtype)
+        bias: Tensor = conv.bias[:, None, None].to(x_BHTK.dtype)
+        return mix_heads(conv.weight[..., 0], x_BHTK) + bias
     return F.conv2d(x_BHTK, conv.weight.unsqueeze(2), conv.bias, padding=(0, conv.kernel_size[0] // 2))

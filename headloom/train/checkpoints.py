@@ -1,9 +1,10 @@
-"""Checkpoints of a run: whole or absent, so that a run killed at any moment goes on to the numbers it would have had.
+"""Checkpoints of a run. They are complete or absent, so a run that was killed continues to the same numbers.
 
-The Trainer writes checkpoint-N/ file by file (weights, AdamW, schedule, random states, its own step). Only when all of
-it is on the disk is it marked (complete.json) and renamed step-N/; the ones before it are removed after that. What a
-kill left behind as checkpoint-N/ is removed when the run goes on. Position in the data follows from the step: rows are
-a function of (seed, position). Losses and seconds follow from metrics.jsonl, which is flushed to the disk first.
+The Trainer writes checkpoint-N/ file by file (weights, AdamW, schedule, random states, its own step). When all files
+are on the disk, the folder is marked (complete.json) and renamed to step-N/; then older ones are removed. An incomplete
+checkpoint-N/ that a killed run left is removed when the run continues. The position in the data follows from the step,
+because rows are a function of (seed, position). Losses and seconds are read from metrics.jsonl, which is flushed to the
+disk before the checkpoint is marked.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from headloom.train import sharding
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: where it is, after which step, how often each score path had run by then, and whether
-    FSDP wrote it, in files of its own kind."""
+    """A complete checkpoint: its folder, its step, how often each score path had run until then, and whether FSDP wrote
+    it (FSDP uses its own file format)."""
 
     path: Path
     step: int
@@ -47,19 +48,19 @@ def latest(folder: Path) -> Checkpoint | None:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Remove what a kill left half written."""
+    """Remove checkpoints that a killed run did not complete."""
     for path in (folder / CHECKPOINTS).glob("*"):
         if not (path.name.startswith("step-") and MARK.is_in(path)):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_all(folder: Path) -> None:
-    """A finished run needs none."""
+    """Remove all checkpoints: a finished run does not need them."""
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
 class Checkpoints(TrainerCallback):
-    """Asks the Trainer for a checkpoint every `seconds` (0: after every step), and seals it."""
+    """Asks the Trainer for a checkpoint every `seconds` (0: after every step), and marks it when it is complete."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Checkpoints(TrainerCallback):
         self._last = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Decide; over several processes the first one's clock decides for all."""
+        """Decide whether a checkpoint is due. With several processes, the clock of the first one decides for all."""
         due = time.monotonic() - self._last >= self._seconds and state.global_step < state.max_steps
         if args.world_size > 1:
             said = torch.tensor([due], device=args.device, dtype=torch.int32)
@@ -85,7 +86,7 @@ class Checkpoints(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Flush everything, mark, rename, and only then let go of the older ones."""
+        """Flush everything to the disk, mark the checkpoint, rename it, and then remove the older ones."""
         if args.world_size > 1:
             torch.distributed.barrier()  # every process has written its random state
         if state.is_world_process_zero:
@@ -120,7 +121,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """The same for all files under a folder, and the folder."""
+    """Wait until all files below a folder, and the folder itself, are on the disk."""
     for path in sorted(folder.rglob("*"), reverse=True):
         sync(path)
     sync(folder)

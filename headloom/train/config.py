@@ -1,6 +1,7 @@
-"""The configuration of one run: everything that decides its numbers, strict, frozen, and written beside its results.
+"""The configuration of one run: everything that determines its numbers. It is checked strictly and cannot be changed,
+and it is written beside the run's results.
 
-No torch here, but for the question whether it sees a GPU.
+torch is imported only to find out whether there is a GPU.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from headloom.core.errors import HeadloomError, near
 
 EVALUATIONS = 10
-"""Validations along the way, of a run that is not told how many."""
+"""Number of validations during a run, if it is not given."""
 EVALUATION_SHARE = 0.1
-"""What they may cost together, as a share of the run's training."""
+"""What all of them together may cost, as a share of the training."""
 
 
 def evaluation_bytes(tokens_trained: int, evaluations: int) -> int:
-    """How much validation text the evaluations along a run may read each time: the largest power of two of bytes with
-    which all of them together cost at most a tenth of the training, and at least 1024: less text would say nothing.
+    """Bytes of validation text that each evaluation during a run reads: the largest power of two with which all of them
+    together cost at most 10 % of the training, and at least 1024, because less text gives no useful estimate.
 
-    A forward pass costs a third of a training step, and a token stands for a byte or more.
+    It is assumed that a forward pass costs a third of a training step, and that a token stands for at least one byte.
 
     >>> evaluation_bytes(300 * 8 * 127, 10)  # 304,800 tokens: 0.1 * 3 * 304,800 / 10 = 9,144
     8192
@@ -34,7 +35,7 @@ def evaluation_bytes(tokens_trained: int, evaluations: int) -> int:
 
 
 class LayerSpec(NamedTuple):
-    """A mechanism by name with its options, as `hl.attention(mechanism, **options)` takes them."""
+    """A mechanism's name and its options, as in `hl.attention(mechanism, **options)`."""
 
     mechanism: Annotated[str, Field(min_length=1)]
     options: dict[str, Any] = {}  # noqa: RUF012  # nobody writes into it
@@ -49,13 +50,13 @@ Layer = Annotated[LayerSpec, BeforeValidator(_by_name), PlainSerializer(LayerSpe
 
 
 class Recipe(BaseModel):
-    """How a model is trained, whatever the model: data, optimizer, machine and measurements.
+    """How any model is trained: data, optimizer, machine and measurements.
 
-    Values left at None are resolved by `train` and written resolved: `vocab_size` (the tokenizer's), `threads`,
-    `device`, `eval_batch_size` (the batch size of one accumulation step), `fingerprint` and `evaluation_bytes` (the
-    data's; when given they are checked).
+    `train` replaces values that are None and records the result: `vocab_size` (from the tokenizer), `threads`, `device`
+    and `eval_batch_size` (the batch size of one accumulation step); `fingerprint` and `evaluation_bytes` come from the
+    data (if they are given, they must agree with it).
 
-    Raises HeadloomError, one line, for unknown fields, wrong types, and values that do not go together.
+    Raises HeadloomError (one line) for unknown fields, wrong types, and values that contradict each other.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -122,7 +123,7 @@ class Recipe(BaseModel):
 
     @property
     def micro_batch_size(self) -> int:
-        """Rows of one forward pass."""
+        """Sequences in one forward pass."""
         return self.batch_size // self.accumulation_steps
 
     @property
@@ -132,14 +133,14 @@ class Recipe(BaseModel):
 
     @property
     def evaluation_steps(self) -> tuple[int, ...]:
-        """The steps after which the model is evaluated for its curve: `evaluations` of them, evenly spaced before the
-        end, and the last step. None at all where `evaluations` is 0."""
+        """The steps after which the model is evaluated for its curve: `evaluations` evenly spaced ones, and the last
+        step. Empty if `evaluations` is 0."""
         parts = self.evaluations + 1
         ends = {-(-part * self.steps // parts) for part in range(1, parts + 1)}
         return tuple(sorted(ends)) if self.evaluations else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dictionary; `RunConfig(**that)` gives it back."""
+        """A dictionary of JSON values, from which `RunConfig(**values)` builds an equal configuration."""
         return self.model_dump(mode="json")
 
 
@@ -152,9 +153,9 @@ class RunConfig(Recipe):
     `specs` is one mechanism for all layers or one per layer; an item may be given as a name or a pair (name,
     options). Sizes are named as in Hugging Face's Llama.
 
-    `backbone`: the fields of a Hugging Face config, its model_type among them. The model is then that config's, with
-    the sizes and the attention given here; tie_embeddings, rope_theta, rope_scaling and norm_eps are the config's too,
-    and must not be given. None: a Llama.
+    `backbone`: the fields of a Hugging Face config, including its model_type. The model is then built from that config,
+    with the sizes and the attention given here. tie_embeddings, rope_theta, rope_scaling and norm_eps come from the
+    config and must not be given. None: a Llama.
     """
 
     specs: tuple[Layer, ...] = Field(min_length=1)
@@ -191,7 +192,7 @@ class RunConfig(Recipe):
 
 
 class GraftSpec(BaseModel):
-    """What `hl.graft(model, mechanism, layers=..., **options)` is told."""
+    """The arguments of `hl.graft(model, mechanism, layers=..., **options)`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -202,7 +203,7 @@ class GraftSpec(BaseModel):
 
 
 class FineTuneConfig(Recipe):
-    """One fine-tuning run: of the checkpoint `model` (a folder, a GGUF file, the hub's name), grafted first or not."""
+    """One fine-tuning run of the checkpoint `model` (a folder, a GGUF file, a name on the hub), grafted or not."""
 
     model: str = Field(min_length=1)
     graft: GraftSpec | None = None
@@ -213,15 +214,15 @@ class FineTuneConfig(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A checkpoint, and what is grafted into it before training (None: nothing)."""
+    """A checkpoint and the attention that is grafted into it before training (None: no graft)."""
 
     model: str
     graft: GraftSpec | None = None
 
 
 def fine_tunings(arms: Mapping[str, Arm], seeds: int, **recipe: Any) -> dict[tuple[str, int], FineTuneConfig]:
-    """The runs of a fine-tuning, by arm and seed: all arms of a seed, then the next, so that what is there can be
-    compared at any time. Raises HeadloomError for a wrong recipe."""
+    """The runs of a fine-tuning, by arm and seed, in the order in which they are made: all arms of one seed, then the
+    next seed, so that finished runs can be compared early. Raises HeadloomError for a wrong recipe."""
     if seeds < 1 or not arms:
         raise HeadloomError(f"seeds must be at least 1, not {seeds}" if arms else "name at least one arm")
     return {
@@ -232,7 +233,7 @@ def fine_tunings(arms: Mapping[str, Arm], seeds: int, **recipe: Any) -> dict[tup
 
 
 def check_device(device: str | None) -> None:
-    """Refuse "cuda" where torch sees none; torch is imported for that question alone."""
+    """Raise HeadloomError for "cuda" if torch finds no CUDA device. torch is imported for this check only."""
     if device == "cuda":
         import torch
 

@@ -1,4 +1,4 @@
-"""A run as people write it: a YAML (or JSON) file of the fields of RunConfig, and the text it is trained on.
+"""A run's file: YAML (or JSON) with the fields of RunConfig and the text that the model is trained on.
 
     name: my run
     specs: [[iha, {pseudo_heads: 2}]]
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Text(BaseModel):
-    """What a run is trained and measured on."""
+    """The text and the tokenizer with which a run is trained and measured."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,8 @@ class Text(BaseModel):
 
 
 def read_run(path: str | Path) -> tuple[RunConfig, Text]:
-    """The run in a file. Raises HeadloomError, one line, for what is no run; unknown keys give the near ones."""
+    """Read a run from a file. Raises HeadloomError (one line) if the file does not describe a run; for an unknown key
+    it suggests a similar one."""
     return parse_run(read_mapping(path), str(path))
 
 
@@ -64,7 +65,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
 
 def parse_run(values: dict[str, Any], source: str) -> tuple[RunConfig, Text]:
-    """The run that keys and values say; `source` is where they are from."""
+    """A run from keys and values. `source`: where they come from, for error messages."""
     known = [*RunConfig.model_fields, *Text.model_fields]
     for key in values:
         if key not in known:
@@ -74,7 +75,7 @@ def parse_run(values: dict[str, Any], source: str) -> tuple[RunConfig, Text]:
 
 
 def text_of(values: dict[str, Any]) -> Text:
-    """The text these values name; HeadloomError for wrong ones."""
+    """The text that these values describe. Raises HeadloomError for wrong values."""
     try:
         return Text(**values)
     except ValidationError as error:
@@ -83,8 +84,8 @@ def text_of(values: dict[str, Any]) -> Text:
 
 
 def check_run(run: RunConfig, text: Text, folder: str | Path, *, track: str | None = None) -> None:
-    """Refuse what can be known to be wrong from names, paths and this machine: nothing is read, and torch is imported
-    only to be asked for a GPU."""
+    """Raise HeadloomError for errors in names and paths and for a missing GPU. No text is read, and torch is imported
+    only to look for a GPU."""
     from headloom.data.corpus import check_corpus
     from headloom.data.tokenizer import check_tokenizer
 
@@ -105,9 +106,9 @@ def train_text(
     on_note: Callable[[str], None] | None = None,
     **options: Any,
 ) -> RunResult:
-    """Read the text, train the run in `folder`, and leave its file there too.
+    """Read the text, train the run in `folder`, and write the run's file there too.
 
-    `on_note` is told what people should know about the text; `options` as `headloom.train.train`.
+    `on_note` is called with each note on the text; `options` are those of `headloom.train.run.train`.
     """
     import yaml
 

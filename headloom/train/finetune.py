@@ -1,8 +1,8 @@
-"""Fine-tuning a checkpoint with and without a graft, the same way, and what each pays for text it has not seen.
+"""Fine-tune a checkpoint with and without a graft in the same way, and measure both on held-out text.
 
-Every arm is one `headloom.train.train`: the same rows in the same order, steps, learning rates and seeds; they differ
-in the attention alone. Seeds order the data; a graft starts the same for all of them. What the folder holds:
-`headloom.records.tuning`.
+Each arm (the grafted and the ungrafted model) is trained by `headloom.train.run.train` with the same sequences in the
+same order, the same steps, learning rates and seeds; only the attention differs. The seed sets the order of the data;
+a graft is initialised equally for all seeds. The content of the folder is described in `headloom.records.tuning`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,25 @@ Runs = Mapping[tuple[str, int], FineTuneConfig]
 
 
 class TuningProgress(Protocol):
-    """What is told while it runs; `headloom.lab.run.progress.Bar` serves."""
+    """Is called while the fine-tuning runs, for example to draw a progress bar (`headloom.lab.run.progress.Bar`)."""
 
-    def stage(self, text: str) -> None: ...
-    def note(self, text: str) -> None: ...
-    def start(self, runs: int, steps: int, done: int) -> None: ...
-    def run(self, name: str, number: int) -> None: ...
-    def step(self, number: int, step: int, loss: float) -> None: ...
-    def ran(self, number: int, summary: str) -> None: ...
+    def stage(self, text: str) -> None:
+        """A new stage begins: "reading the text"."""
+
+    def note(self, text: str) -> None:
+        """A note on the data that people should read."""
+
+    def start(self, runs: int, steps: int, done: int) -> None:
+        """Training begins: `runs` in all, of `steps` steps each; `done` of them were finished before."""
+
+    def run(self, name: str, number: int) -> None:
+        """Run `number` begins."""
+
+    def step(self, number: int, step: int, loss: float) -> None:
+        """Run `number` has made `step` steps."""
+
+    def ran(self, number: int, summary: str) -> None:
+        """Run `number` has ended."""
 
 
 def finetune(
@@ -71,15 +82,15 @@ def finetune(
     """Train every arm with every seed and measure it before and after.
 
     Args:
-        arms: by name, at least one; all with the first one's tokenizer.
-        out: a new folder, or one this very call left: its finished runs are kept, and one that was stopped goes on from
-            its last checkpoint to the numbers it would have had.
-        seeds: runs an arm, with seeds 0, 1, ...
-        validation_bytes: of held-out text, at most (None: all of it).
+        arms: name -> arm, at least one. All use the tokenizer of the first one.
+        out: a new folder, or the folder of this same call: its finished runs are kept, and a stopped run continues from
+            its last checkpoint to the same numbers.
+        seeds: runs of each arm, with seeds 0, 1, ...
+        validation_bytes: bytes of held-out text, at most (None: all of it).
         checkpoint_seconds: training time between a run's checkpoints, 0 for one after every step, None for none.
         recipe: `tokens`, `batch_size`, `steps`, `learning_rate`, ... of `headloom.train.config.Recipe`.
     Returns:
-        What result.json holds, which stands in `out` too.
+        The content of `out`/result.json.
     Raises:
         HeadloomError: a wrong call, or another process is writing `out`; nothing was trained.
         RunError: a run's numbers are no longer finite; what was finished before it stays.
@@ -131,7 +142,7 @@ def _train(
             model = hf.graft(model, spec.mechanism, layers=spec.layers, allow_change=spec.allow_change, **spec.options)
             report = model.graft_report
         _fits(model, run, tokenizer)
-        arm.mkdir(parents=True, exist_ok=True)  # only now: a call that was wrong leaves nothing behind
+        arm.mkdir(parents=True, exist_ok=True)  # not earlier: a wrong call must not leave a folder behind
         ASKED.write(out, asked)
         if not BEFORE.is_in(arm):
             size = run.eval_batch_size or run.micro_batch_size
@@ -191,7 +202,7 @@ def _fits(model: PreTrainedModel, run: FineTuneConfig, tokenizer: PreTrainedToke
 
 # ---- the folder -----------------------------------------------------------------------------------------------------
 def _check(out: Path, asked: TuningAsked) -> None:
-    """Refuse a folder that holds something else."""
+    """Raise HeadloomError if the folder holds something else."""
     if not ASKED.is_in(out):
         new_folder(out, besides=LOCK)
     elif ASKED.read(out) != asked:
@@ -201,7 +212,7 @@ def _check(out: Path, asked: TuningAsked) -> None:
 
 
 def _finished(folder: Path, config: FineTuneConfig) -> bool:
-    """Whether this very run is complete in `folder`."""
+    """Whether `folder` holds this same run, complete."""
     return runs.RESULT.is_in(folder) and runs.CONFIG.read_if_there(folder) == config.to_dict()
 
 

@@ -1,4 +1,4 @@
-"""A run's folder made ready (what it holds: `headloom.records.runs`), and what a run that was stopped goes on from."""
+"""Preparing a run's folder (its content: `headloom.records.runs`), and finding where a stopped run continues."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headloom.train import checkpoints
 
 
 def prepare_folder(folder: Path, config: dict[str, Any]) -> None:
-    """Make a run's folder ready: new or empty, or one that holds this very run, whose result and failure are removed.
-    What this run left there and cannot go on from is removed too.
+    """Prepare a run's folder. It must be new, empty, or hold this same run, whose result and failure are then removed;
+    incomplete files of that run are removed too.
 
     Raises HeadloomError when it holds another run, or is a file.
     """
@@ -40,9 +40,10 @@ def prepare_folder(folder: Path, config: dict[str, Any]) -> None:
 
 
 def made_before(folder: Path) -> tuple[checkpoints.Checkpoint | None, list[Line]]:
-    """The checkpoint to go on from and the metrics up to it; a checkpoint without all of them is none.
+    """The checkpoint from which the run continues, and the metrics up to it. A checkpoint whose metrics are incomplete
+    is not used.
 
-    Every process of a run reads this for itself, and the first one changes nothing that would have another answer.
+    Every process of a run reads this independently; the first one changes nothing that would alter the answer.
     """
     checkpoint = checkpoints.latest(folder)
     if checkpoint is not None:

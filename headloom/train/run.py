@@ -43,9 +43,9 @@ WARM_STEPS = 5
 def build(
     run: RunConfig, tokenizer: PreTrainedTokenizerFast | None = None, device: str | None = None
 ) -> PreTrainedModel:
-    """The model of a resolved run: a Llama, or the model of its `backbone`, with the run's attention, every tensor
-    initialised by (seed, name). It knows the tokenizer's special tokens; device "meta" builds it without memory, for
-    counting."""
+    """Build the model of a resolved run: a Llama, or the model of its `backbone`, with the run's attention. The initial
+    value of every tensor depends on (seed, name). Its config holds the tokenizer's special tokens. On device "meta" it
+    takes no memory, for counting."""
     what = run.specs[0] if len(run.specs) == 1 else run.specs
     given: dict[str, Any] = {
         "vocab_size": run.vocab_size,
@@ -74,10 +74,10 @@ def build(
 
 
 def resolve(run: R, data: TokenData, tokenizer: PreTrainedTokenizerFast) -> R:
-    """The run with every value that was left open filled in, checked against the data.
+    """The run with all open values filled in and checked against the data.
 
-    Raises HeadloomError: other data or another vocabulary than the run names, too little text, no CUDA where it is
-    asked for.
+    Raises HeadloomError: the data or the vocabulary is not the one that the run names, there is too little text, or
+    CUDA was asked for and there is none.
     """
     if run.vocab_size not in (None, len(tokenizer)) or data.vocab_size != len(tokenizer):
         raise HeadloomError(
@@ -131,25 +131,25 @@ def train(
     """Train one model and measure it.
 
     Args:
-        run: everything that decides the numbers; the same resolved run gives bit-equal losses on one CPU.
-        data: from headloom.data.prepare, with this tokenizer.
-        folder: new, empty, or left by this very run, which goes on from its last checkpoint, or else starts afresh.
-            Filled as headloom.records.runs says.
+        run: everything that determines the numbers; the same resolved run gives bit-equal losses on one CPU.
+        data: from headloom.data.packing.prepare, with this tokenizer.
+        folder: new, empty, or the folder of this same run, which continues from its last checkpoint if there is one.
+            Its content is described in headloom.records.runs.
         on_progress: called after each step with (step, steps, loss).
-        selection: a text to measure besides, that learning rates are chosen by.
-        flops_per_token: what a predicted token costs in training, for the records.
-        checkpoint_seconds: training time between checkpoints, 0 for one after every step, None for none.
-        track: "tensorboard", "trackio" or "wandb" (offline), to be followed while it goes on.
+        selection: another text to measure, by which learning rates are chosen.
+        flops_per_token: training FLOPs per predicted token, for the records.
+        checkpoint_seconds: training time between checkpoints in seconds; 0: after every step, None: no checkpoints.
+        track: "tensorboard", "trackio" or "wandb" (offline), to follow the run while it is trained.
         save_model: also write model and tokenizer to folder/model.
-        groups: the optimizer's groups from (model, weight decay).
-        make_model: makes the model from the resolved run, to train something other than a new Llama.
+        groups: function of (model, weight decay) that returns the optimizer's parameter groups.
+        make_model: function that builds the model from the resolved run, to train something else than a new Llama.
 
     Several processes (accelerate launch) share every batch; the first one writes.
 
     Raises:
         HeadloomError: the call is wrong, or another process is writing the folder; nothing was started.
         RunError: loss or gradient is not finite; the folder then holds failure.json and all metrics up to that step.
-        DiskFull: nothing more can be written; what is complete is kept, and the same call goes on from it.
+        DiskFull: the disk is full; complete files are kept, and the same call continues from them.
     """
     folder, run = Path(folder), resolve(run, data, tokenizer)
     tracking.check(track, folder)
@@ -230,7 +230,7 @@ def train(
 
 
 def writes_records() -> bool:
-    """Whether this is the first of the processes that make a run."""
+    """Whether this is the first of the processes that share a run."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -313,7 +313,8 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 @contextmanager
 def isolated(run: Recipe) -> Iterator[None]:
-    """Threads as the run says; afterwards the caller's threads and random states, which the Trainer seeds, are back."""
+    """Inside, PyTorch uses the run's number of threads. Afterwards the caller's number of threads and random states
+    (which the Trainer seeds) are restored."""
     threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if run.device == "cuda" else []):
         torch.manual_seed(run.seed)

@@ -1,8 +1,8 @@
-"""FSDP2 over processes on CPUs, which Accelerate has all parts of but does not connect.
+"""FSDP2 over CPU processes. Accelerate has all the parts for it, but does not connect them.
 
-`accelerate launch --use_fsdp --fsdp_version 2` on CPUs starts the processes, and torch's `fully_shard` shards over gloo
-as it does over NCCL; but `AcceleratorState` looks for FSDP only where its processes are of an accelerator's kind, so
-that on CPUs it would train unsharded replicas without a word.
+`accelerate launch --use_fsdp --fsdp_version 2` starts the processes on CPUs, and torch's `fully_shard` works with gloo
+as with NCCL. But `AcceleratorState` considers FSDP only if its processes run on an accelerator; on CPUs it would train
+unsharded replicas without a warning.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from headloom.core.errors import HeadloomError
 
 
 def asked_for() -> bool:
-    """Whether the launcher was told to shard."""
+    """Whether the launcher was asked for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def allow_cpus() -> None:
-    """Have the Accelerator that is made next shard, if that was asked for and its processes run on CPUs.
+    """Make the next Accelerator use FSDP, if FSDP was asked for and the processes run on CPUs.
 
-    The kind of the processes is read once, by AcceleratorState, to choose between FSDP and replicas; said to be
-    accelerators', it writes FSDP over it. Whatever runs later asks the device (cpu) and the backend (gloo).
+    AcceleratorState reads the kind of the processes once, to choose between FSDP and replicas. If it is told that they
+    run on accelerators, it chooses FSDP. Later code uses the device (cpu) and the backend (gloo) only.
 
     Raises HeadloomError: a single process, FSDP1, or CPUs on a machine with an accelerator.
     """

@@ -1,7 +1,7 @@
-"""Following a run while it goes on, by the Trainer's own integrations: off unless asked for, and nothing is sent away.
+"""Following a run while it is trained, with the Trainer's own integrations. Off by default; no data leaves the machine.
 
-All three write into tracking/ of the run's folder: tensorboard event files, trackio its database (one run in it), wandb
-an offline run, which `wandb sync` would send.
+All three write to tracking/ in the run's folder: tensorboard event files, trackio a database with one run, wandb an
+offline run, which `wandb sync` would upload.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
 def check_tracker(track: str | None) -> None:
-    """Refuse an unknown tracker, and one that is not installed."""
+    """Raise HeadloomError for an unknown tracker and for one that is not installed."""
     if track is None:
         return
     if track not in TRACKERS:
@@ -31,7 +31,7 @@ def check_tracker(track: str | None) -> None:
 
 
 def check(track: str | None, folder: Path) -> None:
-    """Refuse an unknown tracker, one that is not installed, or one that would write elsewhere."""
+    """Raise HeadloomError for a tracker that is unknown, is not installed, or would write to another folder."""
     check_tracker(track)
     if track == "trackio" and "TRACKIO_DIR" not in os.environ and "trackio" in sys.modules:
         bound = Path(sys.modules["trackio"].TRACKIO_DIR)
@@ -44,9 +44,9 @@ def check(track: str | None, folder: Path) -> None:
 
 @contextmanager
 def environment(track: str | None, folder: Path) -> Iterator[None]:
-    """Where the tracker writes, said in the variables it reads; those that the caller has set win.
+    """Set the environment variables that tell the tracker where to write. Variables that the caller has set are kept.
 
-    What the tracker began is finished here, also where the run fails: its process may end without another word.
+    The tracker is closed at the end, also if the run fails, because the process may end right after.
     """
     place = str(_place(folder))
     wanted = {
@@ -79,7 +79,7 @@ def _close(track: str, status: int) -> None:
     tracker = sys.modules[track]
     if track == "wandb":
         tracker.finish(exit_code=status)
-        tracker.teardown()  # or the next run of this process would be written into this one's folder
+        tracker.teardown()  # otherwise the next run of this process would be written to this run's folder
     else:
         tracker.finish()
 
@@ -89,7 +89,7 @@ def _place(folder: Path) -> Path:
 
 
 def _open_run(track: str | None) -> Any:
-    """The run that the tracker takes records for, if any."""
+    """The tracker's open run, if there is one."""
     tracker = sys.modules.get(track or "")
     if track == "wandb" and tracker is not None:
         return tracker.run

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, set up so that a run is decided by its Recipe alone."""
+"""Hugging Face's Trainer, set up so that a run depends on its Recipe only."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def rate_factor(step: int, *, warmup_steps: int, steps: int, final: float) -> fl
 
 
 def training_arguments(run: Recipe, folder: str, track: str | None = None) -> TrainingArguments:
-    """Trainer's arguments with everything that matters said out loud.
+    """The Trainer's arguments, with everything that affects the result set explicitly.
 
-    `folder` takes the Trainer's checkpoints. Started as several processes (accelerate launch), each takes its share of
+    The Trainer writes checkpoints to `folder`. With several processes (accelerate launch), each takes its share of
     every batch.
     """
     world = world_size()
@@ -103,17 +103,17 @@ class RunTrainer(Trainer):
     ) -> None:
         self.run, self._groups = run, groups
         arguments = training_arguments(run, folder, track)
-        arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs would multiply the batch size behind our back
+        arguments._n_gpu = min(1, arguments.n_gpu)  # the Trainer would multiply the batch size by the number of GPUs
         super().__init__(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=callbacks)
         self.remove_callback(PrinterCallback)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's own, with FSDP2 over CPU processes where it was asked for."""
+        """As the Trainer does it, and with FSDP2 over CPU processes if that was asked for."""
         sharding.allow_cpus()
         super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW over the groups of headloom.hf: mixes, norms and biases take no weight decay."""
+        """AdamW over the parameter groups of headloom.hf: mixes, norms and biases have no weight decay."""
         if self.optimizer is None:
             target = self.model if model is None else model
             assert target is not None
@@ -135,7 +135,7 @@ class RunTrainer(Trainer):
         return self.lr_scheduler
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's whole state; where it is sharded over processes, gathered in the first, empty in the others."""
+        """The model's whole state. If it is sharded over processes: gathered in the first one, empty in the others."""
         assert self.model is not None
         if not self.is_fsdp_enabled:
             return dict(self.model.state_dict())
@@ -151,7 +151,7 @@ class RunTrainer(Trainer):
 
 
 def adamw(run: Recipe, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-    """A run's optimizer; a group that does not say its weight decay has none."""
+    """A run's optimizer. A group without "weight_decay" has none."""
     return torch.optim.AdamW(
         groups, lr=run.learning_rate, betas=run.betas, eps=run.adam_eps, weight_decay=0.0, fused=True
     )
@@ -163,17 +163,17 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 class Recorder(TrainerCallback):
-    """Writes each step as it happens, validates, keeps the time, and stops a run whose numbers are no longer finite.
+    """Records each step, validates, measures the time, and stops a run whose numbers are no longer finite.
 
-    The clock runs from the end of one step's records to the end of the next step: loading, forward, backward and
+    The clock runs from the end of one step's records to the end of the next step: loading data, forward, backward and
     update count; records, validation, checkpoints and the caller's progress do not.
 
     Args:
         metrics: None in the processes of a run that do not write.
         evaluate: measures the whole validation text, at the end.
-        evaluate_part: measures the part of it that is read along the way; None where that is the whole.
-        flops_per_token: what a predicted token costs in training, for the records.
-        before: the metrics of the steps made before, when a run goes on.
+        evaluate_part: measures the part of it that is read during the run; None if that is the whole text.
+        flops_per_token: training FLOPs per predicted token, for the records.
+        before: the metrics of earlier steps, if a run continues.
     """
 
     def __init__(
@@ -213,11 +213,11 @@ class Recorder(TrainerCallback):
         self.start_clock()
 
     def start_clock(self) -> None:
-        """What went before is nobody's training time."""
+        """Start measuring a step: the time before does not count as training time."""
         self._mark = self._now()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop it."""
+        """Stop the clock."""
         self.step_seconds.append(self._now() - self._mark)
 
     def on_log(
@@ -228,7 +228,7 @@ class Recorder(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record the step; the Trainer's closing summary has no loss of a step and is left out."""
+        """Record the step. The Trainer's final summary holds no step's loss and is ignored."""
         if logs is None or "loss" not in logs:
             return
         step, loss, norm = state.global_step, float(logs["loss"]), float(logs["grad_norm"])
@@ -253,13 +253,13 @@ class Recorder(TrainerCallback):
             self._metrics.write(line)
 
     def _spent(self, step: int, seconds: float) -> dict[str, Any]:
-        """What every line of the metrics begins with."""
+        """The fields with which every line of the metrics begins."""
         tokens = self.tokens(step)
         flops = None if self._flops_per_token is None else tokens * self._flops_per_token
         return {"step": step, "tokens": tokens, "flops": flops, "seconds": seconds}
 
     def _validate(self, step: int, seconds: float) -> None:
-        """The curve where a point of it is due, and the whole text at the end."""
+        """Measure a point of the curve if one is due, and the whole text at the end."""
         last, part = step == self.run.steps, self._evaluate_part
         if last:
             start = self._now()
@@ -273,7 +273,7 @@ class Recorder(TrainerCallback):
     def _measured(
         self, kind: Literal["curve", "eval"], evaluate: Callable[[], BitsPerByte], step: int, seconds: float
     ) -> BitsPerByte:
-        """Measure, refuse what is not finite, and record it."""
+        """Measure and record. Raises RunError if the result is not finite."""
         measured = evaluate()
         if not math.isfinite(measured.nll_per_token):
             raise RunError(

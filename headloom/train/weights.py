@@ -1,4 +1,4 @@
-"""What a trained model leaves besides its numbers: a checksum of its weights, and its learned mixes."""
+"""What is recorded of a trained model's weights: a checksum, and the learned mixes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mixing_weights(model: nn.Module) -> list[str]:
 
 
 def pictures(model: nn.Module) -> dict[str, Picture]:
-    """Parameter's name in the model -> how it is shown, of every layer's attention."""
+    """Parameter name in the model -> how a report shows it, for the attention of every layer."""
     return {
         f"{path}.{picture.weight}": picture
         for path, module in model.named_modules()
@@ -45,14 +45,14 @@ def pictures(model: nn.Module) -> dict[str, Picture]:
 
 
 def values(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, np.ndarray]:
-    """What the named parameters of a model's state are now, as float32 copies."""
+    """The current values of the named parameters, as float32 copies."""
     return {name: weights[name].detach().float().cpu().numpy().copy() for name in names}
 
 
 def drawn(
     shown: Mapping[str, Picture], before: Mapping[str, np.ndarray], weights: Mapping[str, Tensor]
 ) -> dict[str, WeightPicture]:
-    """What a report shows: the named parameters before and after training, as matrices with names."""
+    """The named parameters before and after training, as named matrices for a report."""
     found = {}
     for name, picture in shown.items():
         size = len(picture.rows), len(picture.columns)

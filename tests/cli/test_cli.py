@@ -100,7 +100,15 @@ def test_compare_into_another_study(compared, text_file):
     assert "holds another study (batch_size 2 there, 3 here" in done.stderr.splitlines()[-1]
 
 
-def test_a_run_that_fails_gives_status_one_and_the_table_says_why(text_file, tmp_path):
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Runs without processes of their own, which import for seconds."""
+    from headloom.lab.run.engines.inline import Inline
+
+    monkeypatch.setattr("headloom.lab.run.engines.local.Local", lambda bundle, **options: Inline(bundle))
+
+
+def test_a_run_that_fails_gives_status_one_and_the_table_says_why(text_file, tmp_path, in_this_process):
     arguments = ["--variants", "mha,gqa", "--data", text_file, "--out", str(tmp_path / "s"), *SMALL]
     done = call("compare", *arguments, "--learning-rate", "1e30")
     assert done.exit_code == 1

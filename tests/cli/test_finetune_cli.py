@@ -207,7 +207,7 @@ def test_control_c_keeps_what_is_finished(tune, tmp_path, monkeypatch):
 
     monkeypatch.setattr("headloom.train.finetune.train", interrupt)
     done = tune(tmp_path / "out", *IHA)
-    assert done.exit_code == 130 and "the same command goes on" in done.stderr
+    assert done.exit_code == 130 and "give the same command to continue" in done.stderr
 
 
 def test_a_saved_data_set_by_its_column_and_its_own_validation_split(tune, tmp_path):
@@ -259,9 +259,9 @@ def test_wrong_calls_leave_nothing_behind(tune, llama_folder, tmp_path):
         (IHA, {"model": tmp_path / "none"}, "does not exist"),
         (IHA, {"model": bert}, "no causal language model"),
         (["--to", "ihaa"], {}, "Did you mean 'iha'?"),
-        ([], {}, "say with --to what attention it should get"),
+        ([], {}, "name the attention it should get with --to"),
         ([*IHA, "--layers", "7"], {}, "layer 7 does not exist"),
-        ([*IHA, "--original", llama_folder], {}, "is its own original"),
+        ([*IHA, "--original", llama_folder], {}, "that is already a graft, and"),
         ([*IHA, "--tokens", "99"], {}, "tokens must be at most 64"),
         ([*IHA, "--seeds", "0"], {}, "seeds must be at least 1"),
         ([*IHA, "--dtype", "float16"], {}, "dtype="),

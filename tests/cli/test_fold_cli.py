@@ -34,5 +34,5 @@ def test_what_cannot_be_folded(call, llama_folder, tmp_path):
     done = call("fold", tmp_path / "graft", tmp_path / "out")
     assert done.exit_code == 2 and "not foldable: q_mix, k_mix, v_mix, out_mix, because 2 pseudo-heads" in done.stderr
     done = call("fold", llama_folder, tmp_path / "out")
-    assert done.exit_code == 2 and f"only a grafted model can be folded, and '{llama_folder}' is none" in done.stderr
+    assert done.exit_code == 2 and f"only a grafted model can be folded, and '{llama_folder}' is not one" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -81,4 +81,4 @@ def test_output_that_nobody_can_write():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line == "error: nothing more can be written ([Errno 28] No space left on device): free some space"
+    assert line == "error: the disk is full ([Errno 28] No space left on device): free some space"

@@ -119,7 +119,7 @@ def test_python_m_takes_the_file_too(made, tmp_path, capsys):
         (["--data", "nowhere"], "'nowhere' does not exist"),
         (["--set", "validation_bytes=0"], "validation_bytes=0"),
         (["nowhere.yaml"], "'nowhere.yaml' does not exist"),
-        (["nowhere.yaml", "--size", "tiny"], "leave out --variant and --size"),
+        (["nowhere.yaml", "--size", "tiny"], "leave out either --variant and --size"),
     ],
 )
 def test_wrong_calls(arguments, part, words, tmp_path, monkeypatch):

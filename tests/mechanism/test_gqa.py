@@ -161,6 +161,7 @@ def test_dropout_drops_weights_and_keeps_their_mean(options):
         ("mha", {"num_heads": 4, "score": "soft"}, ["soft", "softmax", "hard"]),
         ("mha", {"num_heads": 4, "projection": "bits"}, ["bits", "bit"]),
         ("mha", {"num_heads": 4, "softcap": 0.0}, ["softcap"]),
+        ("mha", {"num_heads": 4, "norm_eps": 0.0}, ["norm_eps", "above 0"]),
         ("mha", {"num_heads": 4, "softcap": -1.0}, ["softcap"]),
         ("mha", {"num_heads": 4, "value_dim": 0}, ["value_dim"]),
         ("mha", {"num_heads": 4, "rope_theta": -1.0}, ["rope_theta"]),

@@ -1,13 +1,11 @@
 """linear: the loop oracle in every chunking, documents in any order, the constant state, counts, memory, bad input."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from oracles import linear as oracle
 from oracles.common import settings
 from oracles.compare import assert_close, assert_matches, draw, randomise, sides
+from oracles.modules import training_peak
 
 import headloom as hl
 from headloom.core.errors import HeadloomError
@@ -200,30 +198,12 @@ def test_counts_are_the_closed_forms():
         assert found.cache_constant_elements == G * K * (V + 1) and found.cache_constant_bytes == 4 * G * K * (V + 1)
 
 
-SCRIPT = """
-import resource, torch
-from headloom.mechanism import attention
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-before = peak()
-module = attention("linear", hidden_size=256, num_heads=8, head_dim=32)
-x = torch.randn(1, 8192, 256, requires_grad=True)
-documents = torch.arange(8192) // 700 % 5
-for call in ({}, {"documents": documents[None]}):
-    module(x, **call).square().mean().backward()
-    assert x.grad.isfinite().all()
-    print((peak() - before) / 2**20)
-"""
-
-
 def test_memory_is_linear():
     """T = 8192, H = 8, forward and backward: one head's products alone would take 256 MiB, all 2 GiB."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    plain, packed = map(float, done.stdout.split())
-    assert plain < 400 and packed < 700, done.stdout
+    sizes = {"hidden_size": 256, "num_heads": 8, "head_dim": 32}
+    assert training_peak("linear", 8192, **sizes) < 240
+    documents = torch.arange(8192)[None] // 700 % 5
+    assert training_peak("linear", 8192, {"documents": documents}, **sizes) < 250
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

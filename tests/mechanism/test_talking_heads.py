@@ -5,8 +5,10 @@ import torch
 from oracles import talking_heads as oracle
 from oracles.common import settings
 from oracles.compare import COMMON_OPTIONS, assert_close, assert_matches, assert_rounds, draw, randomise, sides
+from oracles.modules import training_peak
 
 import headloom as hl
+from headloom.bench.memory import peak_bytes
 from headloom.core.errors import HeadloomError
 from headloom.ops import blocks, scores
 from headloom.ops.mixing import mix_scores
@@ -242,3 +244,12 @@ def test_bad_options_say_what_came_and_what_is_allowed(options, words):
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_memory_is_that_of_a_few_blocks():
+    """H = 8: all heads' scores of T = 2048 would take 128 MiB for each of the several copies, of T = 4096 512 MiB."""
+    sizes = {"hidden_size": 128, "num_heads": 8, "head_dim": 16}
+    assert training_peak("talking_heads", 2048, **sizes) < 64
+    module, x = hl.attention("talking_heads", **sizes), torch.randn(1, 4096, 128)
+    with torch.no_grad():
+        assert peak_bytes(lambda: module(x)) < 64 * 2**20

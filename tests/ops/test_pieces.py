@@ -121,3 +121,9 @@ def test_little_is_computed_in_vain(P, W):
 def test_pseudo_tokens_cost_a_few_pieces(order):
     pieces = lower(Visibility(4096, 4096, True, None), 1, 4, order == "virtual")
     assert len(pieces) == (1 if order == "virtual" else 2)
+
+
+@pytest.mark.parametrize(("P", "rows_causal"), [(1, False), (1, True), (3, False)])
+def test_one_new_token_is_one_piece(P, rows_causal):
+    """It sees all before it and itself: decoding makes one call of the kernel."""
+    assert len(lower(Visibility(1, 9, True, None), 2, P, rows_causal)) == 1

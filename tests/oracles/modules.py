@@ -18,6 +18,18 @@ def module_of(
     return randomise(hl.attention(name, **config.to_dict()).to(dtype), seed, spread).eval()
 
 
+def training_peak(name: str, tokens: int, call: dict[str, Any] | None = None, **options: Any) -> float:
+    """MiB that a forward and backward pass over so many tokens allocates at most, counted exactly."""
+    import headloom as hl
+    from headloom.bench.memory import peak_bytes
+
+    module = hl.attention(name, **options)
+    x = torch.randn(1, tokens, options["hidden_size"], requires_grad=True)
+    peak = peak_bytes(lambda: module(x, **(call or {})).square().mean().backward()) / 2**20
+    assert x.grad is not None and x.grad.isfinite().all()
+    return peak
+
+
 def influence(module: nn.Module, x_BTD: Tensor, **call: Any) -> Tensor:
     """(B, T, T) bool: entry (b, t, n) is whether output t of row b moves with token n."""
     x = x_BTD.clone().requires_grad_()

@@ -41,12 +41,14 @@ def changes(cls: Any) -> list[dict[str, Any]]:
 
 
 def own_choices(cls: Any) -> list[dict[str, Any]]:
-    """Each choice of each Literal or truth value among a config's options, but those of `tiny()`."""
+    """Each choice of each Literal or truth value among a config's options, and None, but those of `tiny()`."""
     hints, tiny, found = typing.get_type_hints(cls), cls.tiny(), []
     for field in dataclasses.fields(cls):
         choices = literals(hints[field.name])
         if hints[field.name] is bool and field.name not in FIELDS:
             choices = [True, False]
+        if type(None) in typing.get_args(hints[field.name]) and field.name not in FIELDS:
+            choices.append(None)
         # "packed" projections are made by hl.pack_bits from trained ones, with tests of their own
         found += [{field.name: c} for c in choices if c != "packed" and c != getattr(tiny, field.name)]
     return found
