@@ -26,7 +26,7 @@ class Corpus:
         train, validation: the two splits, neither empty.
         fingerprint: SHA-256 over split, name and text of every document: equal fingerprints mean equal data.
         title: one line for people: what was read and how much of it.
-        left_out: what was there and is in neither split, with counts and reasons; "" where that is nothing.
+        left_out: what was found but is in neither split, with counts and reasons; "" if nothing was left out.
     """
 
     train: tuple[Document, ...]
@@ -46,15 +46,15 @@ def load_corpus(
             packages); a UTF-8 file; a table (.jsonl, .json, .csv, .tsv, .parquet), every row a document; a folder of
             these, read recursively; a folder that `save_to_disk` of `datasets` wrote; or, if no such path exists, the
             id 'owner/name' of a Hugging Face data set, whose train split is streamed.
-        limit_bytes: at most so many UTF-8 bytes of text are read (None: 64 MiB). Of a folder a sample fixed by
-            (seed, names) is taken, of a file, table or data set its beginning. The last document is cut to fit.
-        seed: of that sample only; the split does not depend on it.
+        limit_bytes: the most UTF-8 bytes of text to read (None: 64 MiB). From a folder, a sample that depends on (seed,
+            names) is read; from a file, table or data set, its beginning. The last document is cut to fit.
+        seed: for that sample only; the split does not depend on it.
         text_column: the column of tables and data sets that holds the text (None: "text").
 
-    A saved data set with splits is trained on its "train" and validated on its "validation", else on its "test". All
-    else is split here: about 10 % of the documents, chosen by a hash of the name, are validation; a corpus of one
-    document is split at its last 10 %. Documents that repeat an earlier text byte for byte are dropped, so that no
-    validation text was trained on; so are blank ones. `Corpus.left_out` counts them.
+    A saved data set with splits is trained on "train" and validated on "validation", or on "test" if there is no
+    "validation". Other texts are split here: about 10 % of the documents, chosen by a hash of the name, are for
+    validation; of a single document, the last 10 %. Blank documents are dropped, and those that repeat an earlier text
+    byte for byte, so that no validation text is trained on. `Corpus.left_out` counts them.
 
     Raises:
         HeadloomError: the path is missing, the file is not text, a table has no such column, or there is no text.
@@ -84,7 +84,7 @@ def load_corpus(
 def check_corpus(
     spec: str | Path = "stdlib", *, limit_bytes: int | None = None, text_column: str | None = None
 ) -> None:
-    """Refuse, by its name alone and without torch, what `load_corpus` would refuse before it reads a text."""
+    """Raise HeadloomError for errors that the name alone shows, without reading a text and without torch."""
     _limit(limit_bytes)
     _is_hub_id(str(spec), text_column)
 
@@ -101,7 +101,7 @@ def _limit(given: int | None) -> int:
 def _source(
     spec: str, seed: int, limit: int, column: str | None, left: LeftOut
 ) -> tuple[str, Iterable[Document], Iterable[Document]]:
-    """What is read, its documents, and, where the data comes with one, the split to validate on (else empty)."""
+    """A title of the source, its documents, and the documents of its own validation split (empty if it has none)."""
     path, named = Path(spec).expanduser(), column or TEXT
     if _is_hub_id(spec, column):
         return f"Hugging Face data set '{spec}'", numbered(hub_rows(spec, named, left), spec), ()
@@ -117,8 +117,8 @@ def _source(
 
 
 def _is_hub_id(spec: str, column: str | None) -> bool:
-    """Whether a text is one of the hub, and not the standard library, a file or a folder. Raises HeadloomError for what
-    is none of these, and where a column is named of what has none."""
+    """True for the id of a data set on the hub; False for the standard library, a file or a folder. Raises
+    HeadloomError for anything else, for a column of a text that has no columns, and for a missing package."""
     path = Path(spec).expanduser()
     if spec == "stdlib":
         _no_column(column, "the standard library")
@@ -158,7 +158,7 @@ def _is_hub_id(spec: str, column: str | None) -> bool:
 
 
 def _saved(path: Path, what: str, column: str, left: LeftOut) -> tuple[str, Iterable[Document], Iterable[Document]]:
-    """A saved data set; its own validation split, where it has one."""
+    """As `_source`, for a saved data set."""
     splits = saved_splits(path, column, left)
     train = next(iter(splits)) if len(splits) == 1 else "train"
     if train not in splits:

@@ -1,11 +1,12 @@
-"""Tokens in rows: documents become one stream, the stream becomes rows of the context's length, a seed orders them.
+"""Tokens in rows: documents are joined to one stream, the stream is cut into rows of the context's length, and a seed
+sets the order of the rows.
 
     stream   <eos> document <eos> document <eos> ... document <eos>
     row i    stream[i (C-1) : i (C-1) + C]                            context C, stride C-1: neighbours share one token
 
-A causal model predicts every token of a row but its first from those before it. As rows overlap by one token, each
-token of the stream is predicted exactly once, except the very first, an end-of-text token that serves as the begin
-token. Rows run across documents.
+A causal model predicts every token of a row except the first from the tokens before it. Because neighbouring rows share
+one token, each token of the stream is predicted exactly once, except the very first, an end-of-text token that serves
+as the begin token. A row may hold parts of several documents.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class TokenStream:
 
     Attributes:
         ids: (N,) unsigned integers; the first is the begin token.
-        bytes: UTF-8 bytes of the texts; end-of-text tokens stand for none.
-        documents: how many texts.
-        lost: the share of the bytes that do not come back from the ids, at least (headloom.data.roundtrip); None where
-            that was not measured.
+        bytes: UTF-8 bytes of the texts; end-of-text tokens count as 0 bytes.
+        documents: number of texts.
+        lost: a lower bound of the share of bytes that cannot be recovered from the ids (headloom.data.roundtrip); None
+            if it was not measured.
     """
 
     ids: np.ndarray
@@ -53,17 +54,17 @@ class TokenStream:
 
     @property
     def predictions(self) -> int:
-        """Tokens that are predicted: all but the first."""
+        """Number of predicted tokens: all except the first."""
         return max(0, len(self.ids) - 1)
 
     def rows(self, context: int) -> int:
-        """Full rows of `context` tokens."""
+        """Number of full rows of `context` tokens."""
         return self.predictions // (_checked(context) - 1)
 
     def row(self, index: int, context: int) -> torch.Tensor:
-        """Row `index`, int64, (context,).
+        """Row `index`: int64, shape (context,).
 
-        The row after the last full one is the shorter rest (empty or one token: no prediction left).
+        The row after the last full one is the shorter rest; with fewer than two tokens there is nothing to predict.
         """
         start = index * (_checked(context) - 1)
         return torch.from_numpy(self.ids[start : start + context].astype(np.int64))
@@ -71,17 +72,17 @@ class TokenStream:
 
 @dataclass(frozen=True, eq=False)
 class TokenData:
-    """What a run is trained and measured on.
+    """The tokens with which a run is trained and measured.
 
     Attributes:
         train, validation: the two streams.
-        leading: the part of the validation text that is read along the way of a run; the very same stream as
-            `validation` where that is all of it.
-        vocab_size: ids are below it.
+        leading: the part of the validation text that is read during a run; the same object as `validation` if that is
+            the whole text.
+        vocab_size: all ids are smaller.
         fingerprint: SHA-256 of vocabulary size and both streams: equal fingerprints mean equal tokens in equal order.
         title: one line for people.
-        notes: what people should know before they trust a number: what was left out of the data, that there is little
-            of it, that the tokenizer loses some. Mostly empty.
+        notes: warnings on the data: what was left out, that there is little text, that the tokenizer loses some of it.
+            Usually empty.
     """
 
     train: TokenStream
@@ -105,9 +106,9 @@ class TokenData:
 def pack_documents(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast, *, check: bool = True
 ) -> TokenStream:
-    """Tokenise documents into one stream, an end-of-text token before, between and after them.
+    """Tokenise documents into one stream, with an end-of-text token before, between and after them.
 
-    With `check` the ids are turned back into text, to see what they lose.
+    With `check`, the ids are decoded again to measure how much of the text they lose.
     """
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     end = np.array([tokenizer.eos_token_id], dtype)
@@ -133,10 +134,10 @@ def prepare(
     """Pack both splits of a corpus.
 
     Args:
-        context: row length in tokens, checked against the amount of text here so that a run cannot fail later.
-        validation_bytes: at most so many bytes of validation text, a sample of documents fixed by their names, the
-            last one cut (None: all).
-        leading_bytes: at most so many bytes of that, taken in the same way, for evaluations along a run (None: all).
+        context: row length in tokens. It is compared with the amount of text here, so that a run cannot fail later.
+        validation_bytes: the most bytes of validation text: a sample of documents that depends on their names, the last
+            one cut (None: all).
+        leading_bytes: the most bytes of these for evaluations during a run, chosen in the same way (None: all).
 
     Raises:
         HeadloomError: too little text to train on or to validate on, or a tokenizer that loses more than 1 % of the
@@ -154,7 +155,7 @@ def prepare(
 
 
 def _amount(title: str, train: TokenStream, held: TokenStream, context: int) -> list[str]:
-    """A warning where there is little text; HeadloomError where there is too little for any number to mean anything."""
+    """A warning if there is little text. Raises HeadloomError if there is too little for a meaningful result."""
     rows, held_out = train.rows(context), held.rows(context)
     if rows < FEWEST_ROWS or held_out < 1:
         raise HeadloomError(
@@ -201,9 +202,9 @@ def row_order(rows: int, seed: int, start: int, stop: int) -> np.ndarray:
 
 
 class TrainingRows(Dataset):
-    """Exactly the rows of a run: item p is the row at position p, so the loader reads front to back, without a shuffle.
+    """The rows of a run in their order: item p is the row at position p, so the loader must not shuffle.
 
-    Labels are the ids themselves: Hugging Face models shift them, and so predict C-1 tokens a row.
+    The labels equal the ids: Hugging Face models shift them, and so predict C-1 tokens per row.
     """
 
     def __init__(self, stream: TokenStream, *, context: int, seed: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""How much of a text its tokens do not carry: bits per byte divides by all bytes, so the tokens must hold them all.
+"""How much of a text its tokens lose. Bits per byte divides by all bytes, so the tokens must represent all of them.
 
     y = decode(encode(x)), without special and unknown tokens, and without cleaning up spaces
     lost(x) = 0 where y is x, or differs in one space at its very start, which some tokenizers add to every text
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def lost_bytes(text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> int:
-    """Bytes of `text` that do not come back from its `ids`, at least; 0 where all do."""
+    """A lower bound of the bytes of `text` that cannot be recovered from its `ids`; 0 if all can."""
     unknown = tokenizer.unk_token_id
     kept = [index for index in ids if index != unknown]
     back = tokenizer.backend_tokenizer.decode(kept, skip_special_tokens=True)

@@ -1,7 +1,7 @@
-"""Where documents come from: the standard library, files and folders (headloom.data.tables reads tables).
+"""Sources of documents: the standard library, files and folders (headloom.data.tables reads tables).
 
-Every source yields `Document(name, text)`; a name is relative (never a machine's path), so that the split into train
-and validation, which hashes names, is the same on every machine.
+Every source yields `Document(name, text)`. Names are relative paths, so that the split into train and validation, which
+uses a hash of the name, is the same on every machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Document:
 
 
 def shuffled(names: Iterable[str], seed: int) -> list[str]:
-    """`names` in an order fixed by (seed, name) alone, so a sample is the same wherever it is drawn."""
+    """`names` in an order that depends on (seed, name) only, so that a sample is the same on every machine."""
     return sorted(names, key=lambda name: (hashlib.sha256(f"{seed}\0{name}".encode()).digest(), name))
 
 
@@ -129,6 +129,7 @@ def is_model(folder: Path) -> bool:
 
 
 def numbered(texts: Iterable[str], name: str) -> Iterator[Document]:
+    """Texts as documents that are named by their number: name:000000000, name:000000001, ..."""
     for index, text in enumerate(texts):
         yield Document(f"{name}:{index:09d}", text)
 

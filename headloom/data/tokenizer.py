@@ -1,6 +1,6 @@
-"""Tokenizers: bytes, a byte-level BPE trained on the spot, or a saved one.
+"""Tokenizers: bytes, a byte-level BPE that is trained on the run's text, or a saved one.
 
-All are Hugging Face fast tokenizers and save with the model.
+All are Hugging Face fast tokenizers and are saved with the model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_tokenizer(spec: str | Path = "bytes", train_texts: Iterable[str] = ()) 
 
 
 def check_tokenizer(spec: str | Path) -> None:
-    """Refuse, by its name alone and without torch, what `make_tokenizer` would refuse before it reads anything."""
+    """Raise HeadloomError for errors that the name alone shows, without reading anything and without torch."""
     text = str(spec)
     if text.startswith("bpe"):
         match = re.fullmatch(r"bpe:(\d+)", text)

@@ -4,7 +4,7 @@ files      how a file of records is written, and read or refused
 runs       a run's folder          metrics    its metrics.jsonl        arrays   its mixes.npz and pictures.npz
 manifest   study.json, what was asked and measured                     results  results.json and .csv, what was found
 reading    a whole study's folder, read back                           tuning   a fine-tuning's folder
-benchmark  bench.json, what `headloom bench` found                     surroundings  what something ran on
+surroundings  the machine that something ran on
 
 Needs neither torch nor transformers. The names of files stand here and nowhere else.
 """
