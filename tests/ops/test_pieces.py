@@ -125,7 +125,7 @@ def test_pseudo_tokens_cost_a_few_pieces(order):
 
 @pytest.mark.parametrize(("P", "rows_causal"), [(1, False), (1, True), (3, False)])
 def test_one_new_token_is_one_piece(P, rows_causal):
-    """It sees all before it, or all in its window, and itself: decoding makes one call of the kernel, without a mask."""
+    """It sees all before it, or all in its window, and itself: one call of the kernel, without a mask."""
     for window in (None, 4):
         (piece,) = lower(Visibility(1, 9, True, window), 2, P, rows_causal)
         assert piece.kind == FULL
