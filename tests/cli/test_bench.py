@@ -199,7 +199,7 @@ def test_freed_memory_is_kept_unless_told_otherwise(monkeypatch):
     assert "; freed memory returned to the system\n" in call(*command, "--return-memory", "--markdown").stdout
     monkeypatch.setattr(heap, "_kept", True)
     done = call(*command, "--return-memory")
-    assert done.exit_code == 2 and "keeps freed memory already" in done.stderr
+    assert done.exit_code == 2 and "already keeps freed memory" in done.stderr
     monkeypatch.setattr(heap, "_glibc", lambda: None)
     done = call(*command, "--return-memory")
     assert done.exit_code == 2 and "another C library: leave it out" in done.stderr

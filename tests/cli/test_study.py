@@ -103,7 +103,7 @@ def test_list():
     found = json.loads(call("study", "list", "--json").stdout)
     assert {"equal_time", "heads_sweep"} <= {entry["name"] for entry in found}
     assert all(entry["sizes"] == ["125M", "tiny"] for entry in found)
-    assert "Which attention is best when all train equally long" in call("study", "list").stdout
+    assert "Which attention is best at equal training time" in call("study", "list").stdout
 
 
 @pytest.mark.parametrize(

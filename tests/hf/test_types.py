@@ -8,6 +8,7 @@ from transformers.models.auto import modeling_auto
 
 import headloom as hl
 from headloom.hf import build_model
+from headloom.hf.model.classes import register_heads
 from headloom.hf.model.config import grafted_config
 from headloom.hf.model.family import families
 from headloom.mechanism import mechanisms
@@ -40,6 +41,7 @@ def check(model, half):
 @pytest.mark.parametrize("family", list(families()))
 def test_from_config(family, half, tmp_path):
     """Made in a half type, cast to it and loaded in it: initial values are not rounded, and loaded ones are kept."""
+    register_heads(families()[family])
     config = grafted_config(
         default_config(family, num_hidden_layers=1), [{"mechanism": "iha", "options": {"pseudo_heads": 2}}]
     )

@@ -182,6 +182,7 @@ def test_a_comparison_around_a_config(name, published, small, tmp_path):
     assert not found.failed and all(v["bits_per_byte"]["mean"] > 0 for v in found.results["variants"])
     config = json.loads((tmp_path / "out" / "runs" / "iha-seed0" / "config.json").read_text())
     assert config["backbone"]["model_type"] == name and "rope_theta" not in config
+    assert config.pop("format") == 1
     run = RunConfig(**config)
     assert run.to_dict() == config and type(build(run).base_model).__name__.startswith("Headloom")
     assert f"{name} config, 3 layers, width 24, 4 heads" in dict(in_short(read_study(tmp_path / "out")))["Model"]

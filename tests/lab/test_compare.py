@@ -1,6 +1,7 @@
 """The whole laboratory on models that train in a second. One study is made and looked at from all sides."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -370,8 +371,10 @@ def test_a_comparison_shows_itself_shortly(made):
 
 def test_what_a_notebook_shows_is_escaped(tmp_path):
     hostile = "<img src=x onerror=alert(1)>"
-    variant = {"label": hostile, "bits_per_byte": {"mean": 1.5, "sd": None}, "parameters": 1234}
-    shown = Comparison(tmp_path, {"variants": [variant], "runs": [], "headlines": [hostile]})._repr_html_()
+    quality = SimpleNamespace(mean=1.5, sd=None)
+    variant = SimpleNamespace(label=hostile, bits_per_byte=quality, parameters=1234)
+    record = SimpleNamespace(variants=[variant], runs=[], headlines=[hostile])
+    shown = Comparison(tmp_path, record)._repr_html_()
     assert "<img" not in shown and "&lt;img" in shown and "<td>1,234</td>" in shown and "<td>-</td>" in shown
 
 

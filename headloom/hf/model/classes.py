@@ -86,7 +86,7 @@ def _forward(head: type) -> Any:
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*(p for p in parameters if p not in last), documents, *last]
     )
-    forward.__doc__ = head.forward.__doc__  # type: ignore[attr-defined]
+    forward.__doc__ = f"As `{head.__name__}.forward`; `documents` as in `Graft.forward`."
     return forward
 
 
@@ -96,6 +96,7 @@ def __getattr__(name: str) -> type:
     if name.startswith(PREFIX):
         for family in families().values():
             if rest == family.config_class().__name__:
+                register_heads(family)
                 return config_class(family.name)
             for head in family.head_classes().values():
                 if rest == head.__name__:
