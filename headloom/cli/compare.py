@@ -51,7 +51,7 @@ def compare(
         list[str] | None,
         typer.Option("--set", help="iha.pseudo_heads=2: an option for every variant of that name. Repeatable."),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.")] = 4,
+    seeds: Annotated[int, typer.Option(help="How many seeds every variant runs with.")] = 3,
     size: Annotated[
         str,
         typer.Option(help="tiny, small, 125M, 350M, 1.3B, 2.4B, 2.7B, 6.7B or 10.6B."),

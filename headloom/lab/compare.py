@@ -35,7 +35,7 @@ def compare(
     heads: int | None = None,
     config: str | Path | None = None,
     steps: int | None = None,
-    seeds: int = 4,
+    seeds: int = 3,
     data: str | Path = "stdlib",
     text_column: str | None = None,
     tokenizer: str | Path = "bytes",
